@@ -1,0 +1,22 @@
+"""A run directory: what a training run writes and what every later reader sees.
+
+    config.yaml         resolved configuration of the run
+    environment.json    versions, commit, threads and start time of the first try
+    steps.jsonl         one record a rollout batch       updates.jsonl   one a gradient update
+    evals.jsonl         one record an evaluation         events.jsonl    restarts, repairs, old failures
+    checkpoints/        step-00000020/{model,optimizer}.safetensors, state.json
+    DONE | FAILED       JSON summary of a finished run | traceback of a failed one
+    run.lock, run.pid   held while a process writes
+
+Every whole file is written beside its place, fsynced and renamed, and every metric is one appended line,
+so that a process killed at any moment leaves a directory that can be read and resumed.  Importing this
+package does not import torch.
+"""
+
+from moe_rl.store.checkpoints import Checkpoint
+from moe_rl.store.environment import environment
+from moe_rl.store.files import StoreError
+from moe_rl.store.reader import Run, find_runs
+from moe_rl.store.writer import RunStore
+
+__all__ = ["Checkpoint", "Run", "RunStore", "StoreError", "environment", "find_runs"]

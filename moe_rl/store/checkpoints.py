@@ -1,0 +1,118 @@
+"""Checkpoints: safetensors and JSON, hashed, whole or absent."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_rl.store.files import StoreError, sync_directory, to_json, write_synced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+KEEP = 2  # one to resume from, and one for the case that it turns out to be damaged
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk; tensors are read when asked for.
+
+    `state` is the JSON-able dictionary given to `save_checkpoint`.
+    """
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+
+    def model(self) -> "dict[str, Tensor]":
+        """Model tensors by name, on the CPU."""
+        return _load_tensors(self.path / "model.safetensors")
+
+    def optimizer(self) -> "dict[str, Tensor]":
+        """Optimiser tensors by name, on the CPU."""
+        return _load_tensors(self.path / "optimizer.safetensors")
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    model: "dict[str, Tensor]",
+    optimizer: "dict[str, Tensor]",
+    state: dict[str, Any],
+) -> Path:
+    """Write `directory/step-XXXXXXXX` whole or not at all, then drop all but the last two."""
+    final = directory / f"step-{step:08d}"
+    temporary = directory / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
+        _save_tensors(temporary / name, tensors)
+    hashes = {name: _sha256(temporary / name) for name in TENSOR_FILES}
+    write_synced(temporary / "state.json", to_json({"step": step, "sha256": hashes, "state": state}))
+    sync_directory(temporary)
+    if final.exists():  # the same step again, after a rewind
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    sync_directory(directory)
+    for _, old in step_directories(directory)[:-KEEP]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint; raises StoreError that says what is damaged."""
+    try:
+        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        hashes = {name: content["sha256"][name] for name in TENSOR_FILES}
+        checkpoint = Checkpoint(step=content["step"], path=path, state=content["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path / 'state.json'} cannot be read: {error!r}") from error
+    for name, expected in hashes.items():
+        file = path / name
+        if not file.exists():
+            raise StoreError(f"{file} is missing")
+        found = _sha256(file)
+        if found != expected:
+            raise StoreError(f"{file} is damaged: expected sha256 {expected[:12]}…, found {found[:12]}…")
+    return checkpoint
+
+
+def step_directories(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint directory, in the order of steps."""
+    if not directory.exists():
+        return []
+    matches = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in directory.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
+    from safetensors.torch import save_file
+
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().to("cpu").contiguous()
+        # safetensors refuses names that share memory (tied embeddings): each gets bytes of its own
+        if value.untyped_storage().data_ptr() in storages:
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        plain[name] = value
+    save_file(plain, path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _load_tensors(path: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
