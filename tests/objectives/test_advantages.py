@@ -1,0 +1,66 @@
+import math
+
+import pytest
+import torch
+
+from moe_rl.objectives import NORMALISATIONS, group_advantages
+
+F64 = torch.float64
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 4.0, 4.0]], dtype=F64)  # means 1, 3
+
+
+@pytest.mark.parametrize(
+    ("normalise", "divisors"),
+    [
+        ("paper", (math.sqrt(2), math.sqrt(4 / 3))),
+        ("population", (math.sqrt(1.5), 1.0)),
+        ("trl", (math.sqrt(2) + 1e-4, math.sqrt(4 / 3) + 1e-4)),
+        ("verl", (math.sqrt(2) + 1e-6, math.sqrt(4 / 3) + 1e-6)),
+        ("mean", (1.0, 1.0)),
+    ],
+)
+def test_by_hand(normalise, divisors):
+    centred = torch.tensor([[0.0, -1, -1, 2], [-1, -1, 1, 1]], dtype=F64)
+    expected = centred / torch.tensor(divisors, dtype=F64)[:, None]
+    torch.testing.assert_close(group_advantages(REWARDS, normalise=normalise), expected, rtol=0, atol=1e-15)
+
+
+def test_leave_one_out_by_hand():
+    expected = torch.tensor([[0, -4 / 3, -4 / 3, 8 / 3], [-4 / 3, -4 / 3, 4 / 3, 4 / 3]], dtype=F64)
+    torch.testing.assert_close(
+        group_advantages(REWARDS, normalise="leave-one-out"), expected, rtol=0, atol=1e-15
+    )
+
+
+def test_flat_rewards_keep_their_shape():
+    flat = group_advantages(REWARDS.flatten(), 4)
+    assert torch.equal(flat, group_advantages(REWARDS).flatten())
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+def test_equal_rewards_and_groups_of_one_are_exactly_zero(normalise):
+    # The float32 mean of three times 0.1 is not 0.1, so a naive (r - mean) / std would not be 0.
+    equal = torch.full((2, 3), 0.1)
+    assert group_advantages(equal, normalise=normalise).tolist() == [[0.0] * 3] * 2
+    assert group_advantages(torch.tensor([5.0, -1.0]), 1, normalise=normalise).tolist() == [0.0, 0.0]
+
+
+def test_invariant_to_affine_rewards():
+    torch.testing.assert_close(
+        group_advantages(3 * REWARDS - 7), group_advantages(REWARDS), rtol=0, atol=1e-12
+    )
+
+
+def test_integer_rewards_become_float32():
+    assert group_advantages(torch.tensor([[0, 1]])).dtype == torch.float32
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="unknown normalise 'std'; known: paper"):
+        group_advantages(REWARDS, normalise="std")
+    with pytest.raises(ValueError, match=r"\[P \* G\] with group_size"):
+        group_advantages(torch.zeros(7), 4)
+    with pytest.raises(ValueError, match="group_size is 8"):
+        group_advantages(REWARDS, 8)
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages(torch.tensor([[0.0, float("nan")]]))
