@@ -1,0 +1,6 @@
+"""Models: a MoE (or its dense control) from a transformers config, or any checkpoint."""
+
+from moe_rl.models.config import ModelConfig
+from moe_rl.models.load import LanguageModel, ModelError, check_trainable, load_model, prepare
+
+__all__ = ["LanguageModel", "ModelConfig", "ModelError", "check_trainable", "load_model", "prepare"]

@@ -1,0 +1,1 @@
+"""Training: cold start, rollout, update, and the loop that is readable on one page."""

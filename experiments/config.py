@@ -1,0 +1,99 @@
+"""The typed schema behind `conf/`: a typo or a wrong type is one line, before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from moe_rl.models import ModelConfig
+from moe_rl.objectives import OBJECTIVES, Objective, get_objective
+from moe_rl.tasks import TASKS, Task, get_task
+from moe_rl.training.config import TrainConfig
+
+
+@dataclass
+class Config(TrainConfig):
+    """A whole run."""
+
+    experiment: str = "single"  # first part of the run directory
+    arm: str = "${arm:${objective.name},${replay.source}}"  # what the report compares
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: Any = MISSING
+    objective: Any = MISSING
+    device: str = "cpu"
+    threads: int = 1  # torch threads of this process; parallelism belongs to the sweep
+    output: str = "outputs"  # where run directories go
+
+
+def arm_name(objective: str, replay_source: str | None) -> str:
+    """grpo, grpo+replay, gspo, …"""
+    return f"{objective}+replay" if replay_source else objective
+
+
+def run_config(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved config without what does not change a result (Hydra's own node, the output folder)."""
+    plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
+        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ("hydra", "output")]), resolve=True
+    )
+    return plain
+
+
+def run_id(_root_: DictConfig) -> str:
+    """Eight hex digits of everything that names a run but its seed, so that seeds share a directory."""
+    plain = run_config(_root_)
+    del plain["seed"]
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+def build_task(cfg: DictConfig) -> Task:
+    options: dict[str, Any] = OmegaConf.to_container(cfg.task, resolve=True)  # type: ignore[assignment]
+    return get_task(options.pop("name"), **options)
+
+
+def build_objective(cfg: DictConfig) -> Objective:
+    options: dict[str, Any] = OmegaConf.to_container(cfg.objective, resolve=True)  # type: ignore[assignment]
+    return get_objective(options.pop("name"), **options)
+
+
+def train_config(cfg: DictConfig) -> Config:
+    """The checked options as the dataclass that the loop takes."""
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, Config)
+    config.check()
+    config.model.check()
+    if config.threads < 1:
+        raise ValueError(f"threads={config.threads}: must be at least 1")
+    return config
+
+
+def _schema(name: str, cls: type) -> type:
+    """The options of a task or objective class as a Hydra schema, its name in front."""
+    hints = get_type_hints(cls)
+    options: list[tuple[str, Any, Any]] = [("name", str, name)]
+    for option in fields(cls):
+        if not option.init:
+            continue
+        if option.default_factory is not NO_DEFAULT:
+            default = field(default_factory=option.default_factory)
+        else:
+            default = field(default=MISSING if option.default is NO_DEFAULT else option.default)
+        options.append((option.name, hints[option.name], default))
+    return make_dataclass(f"{cls.__name__}Options", options)
+
+
+def register() -> None:
+    """Make the schemas and resolvers known to Hydra; safe to call twice."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for name, cls in TASKS.items():
+        store.store(group="task", name=f"schema_{name}", node=_schema(name, cls))
+    for name, objective in OBJECTIVES.items():
+        store.store(group="objective", name=f"schema_{name}", node=_schema(name, objective))
+    OmegaConf.register_new_resolver("arm", arm_name, replace=True)
+    OmegaConf.register_new_resolver("run_id", run_id, replace=True)

@@ -1,0 +1,102 @@
+"""Train one arm, or sweep several with `-m`:
+
+    python -m experiments.train objective=gspo seed=0
+    python -m experiments.train -m experiment=demo
+
+A run directory that is done is left alone; an unfinished or failed one continues from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from experiments.config import Config, build_objective, build_task, register, run_config, train_config
+from moe_rl.analysis.collapse import detect_collapse
+from moe_rl.models import LanguageModel, load_model
+from moe_rl.routing.routers import find_routers, has_routers
+from moe_rl.store import Run, RunStore
+from moe_rl.tasks import Task
+from moe_rl.training.cold_start import cold_start
+from moe_rl.training.loop import train
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+register()
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="config")
+def main(cfg: DictConfig) -> None:
+    path = Path(HydraConfig.get().runtime.output_dir)
+    shown = os.path.relpath(path)
+    if (path / "DONE").exists():
+        print(f"{shown}: done already")
+        return
+    try:
+        run(cfg, path)
+    except KeyboardInterrupt:
+        print(f"\n{shown}: stopped; the same command continues it", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        print(f"{shown}: failed: {error}", file=sys.stderr)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # Hydra runs the other jobs, then exits with 1
+        if isinstance(error, ValueError):
+            sys.exit(1)  # the line above says it all
+        raise
+    print(f"{shown}: done")
+
+
+def run(cfg: DictConfig, path: Path) -> None:
+    """One run from config to DONE; what goes wrong after the config check leaves FAILED."""
+    config = train_config(cfg)
+    task, objective = build_task(cfg), build_objective(cfg)
+    torch.set_num_threads(config.threads)
+    with RunStore.open(path, run_config(cfg)) as store:
+        lm = load_model(config.model, task.default_tokenizer, config.device)
+        warm = start(lm, task, config, cfg)
+        train(lm, task, objective, config, store)
+        lm.save(path / "final")
+        store.finish(summary(path, lm, config) | warm)
+
+
+def start(lm: LanguageModel, task: Task, config: Config, cfg: DictConfig) -> dict[str, object]:
+    """The cold start, shared by every run with the same model, task and warm-up options."""
+    if not config.cold_start.enabled:
+        return {}
+    whole = run_config(cfg)
+    limits = {"temperature": config.rollout.temperature, "max_new_tokens": config.rollout.max_new_tokens}
+    identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")} | limits
+    warm = cold_start(
+        lm, task, config.cold_start, **limits, identity=identity, cache=Path(config.output) / "cold_starts"
+    )  # fmt: skip
+    return {"cold_start_steps": warm.steps, "cold_start_accuracy": warm.accuracy}
+
+
+def summary(path: Path, lm: LanguageModel, config: Config) -> dict[str, object]:
+    """What DONE says: how far the run came, whether it collapsed, and its layers."""
+    steps = Run(path).steps()
+    rule = config.collapse
+    collapse = detect_collapse(
+        steps["reward/mean"], steps["loss"], steps["grad_norm"],
+        window=rule.window, fraction=rule.fraction, patience=rule.patience,
+    )  # fmt: skip
+    layers = [router.layer_id for router in find_routers(lm.model)] if has_routers(lm.model) else []
+    return {
+        "steps": len(steps),
+        "collapse_step": collapse.step,
+        "collapse_reason": collapse.reason,
+        "censored_at": collapse.censored_at,
+        "layer_ids": layers,
+        "final_model": "final",
+    }
+
+
+if __name__ == "__main__":
+    main()

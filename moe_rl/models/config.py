@@ -1,0 +1,37 @@
+"""Which model to train: a transformers architecture built from its config, or a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModelConfig:
+    """`source` says which of the two groups of options below counts."""
+
+    name: str = "tiny"
+    source: str = "config"  # config: random weights from `architecture` and `config`; checkpoint: `path`
+    dtype: str = "float32"  # of the weights: float32, bfloat16 or float64
+
+    # source=config
+    architecture: str = "qwen3_moe"  # transformers' model_type
+    config: dict[str, Any] = field(default_factory=dict)  # fields of that architecture's config class
+    seed: int = 0  # of the random weights
+
+    # source=checkpoint
+    path: str | None = None  # a directory or a hub name; its own tokenizer is used
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Raise `ValueError` for options that contradict each other."""
+        if self.source not in ("config", "checkpoint"):
+            raise ValueError(f"model.source={self.source!r}: expected config or checkpoint")
+        if self.dtype not in ("float32", "bfloat16", "float64"):
+            raise ValueError(f"model.dtype={self.dtype!r}: expected float32, bfloat16 or float64")
+        if self.source == "checkpoint" and not self.path:
+            raise ValueError("model.source=checkpoint needs model.path=DIRECTORY_OR_HUB_NAME")
+        if self.source == "config" and self.path:
+            raise ValueError(
+                f"model.path={self.path} is only read by model=checkpoint: add model=checkpoint, or drop the path"
+            )

@@ -1,0 +1,64 @@
+"""The record that travels from the rollout to the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Prompts (left-padded to one length) and their sampled responses, rows in prompt order.
+
+    With S the padded prompt length and T = S + longest response:
+
+    - `input_ids_BT` int64, `attention_mask_BT` int64 (1 on prompt and response tokens);
+    - `response_mask_BT` float32, 1 on response tokens, the stop token included: never before column S;
+    - `sampler_logp_BT` float32, log-probability (nats, at the rollout temperature) with which the sampler
+      drew the token of that column, 0 outside the response;
+    - `finished_B` bool: the response ended in a stop token;
+    - `prompt_length`: S.
+    """
+
+    input_ids_BT: Tensor
+    attention_mask_BT: Tensor
+    response_mask_BT: Tensor
+    sampler_logp_BT: Tensor
+    finished_B: Tensor
+    prompt_length: int
+
+    def __len__(self) -> int:
+        return self.input_ids_BT.shape[0]
+
+    def __getitem__(self, rows: slice) -> RolloutBatch:
+        """The same batch for some sequences."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return RolloutBatch(**{k: v[rows] if isinstance(v, Tensor) else v for k, v in values.items()})
+
+    @property
+    def position_ids_BT(self) -> Tensor:
+        """0 on the first real token of a row; padding repeats 0."""
+        return (self.attention_mask_BT.cumsum(-1) - 1).clamp_min(0)
+
+    @property
+    def routing_rows_BT(self) -> Tensor:
+        """bool: the rows whose logits score a response token, prompt_len - 1 … end - 1.
+
+        Routing row t belongs to input position t and its logits score token t + 1, so these are the
+        response tokens moved one to the left.
+        """
+        rows = torch.zeros_like(self.response_mask_BT, dtype=torch.bool)
+        rows[:, :-1] = self.response_mask_BT[:, 1:] > 0
+        return rows
+
+    @property
+    def response_lengths_B(self) -> Tensor:
+        """Tokens in each response, the stop token included."""
+        return self.response_mask_BT.sum(-1)
+
+    def responses(self) -> list[list[int]]:
+        """Token ids of each response, the stop token included."""
+        mask = self.response_mask_BT > 0
+        return [ids[m].tolist() for ids, m in zip(self.input_ids_BT, mask, strict=True)]

@@ -1,0 +1,69 @@
+"""The state of a run as flat tensor dictionaries: weights and AdamW moments by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.store import RunStore
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers, by name."""
+    kept = model.state_dict().keys()
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if name in kept}
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into the model; `ValueError` where names or shapes differ."""
+    own = model_tensors(model)
+    if own.keys() != tensors.keys():
+        odd = sorted(own.keys() ^ tensors.keys())
+        raise ValueError(f"checkpoint is of another model: {len(odd)} tensors differ, first {odd[0]!r}")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise ValueError(
+                f"checkpoint is of another model: {name} has shape {tuple(tensors[name].shape)}, "
+                f"expected {tuple(tensor.shape)}"
+            )
+        tensor.copy_(tensors[name])
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's per-parameter state as `<parameter name>|<key>`."""
+    return {
+        f"{name}|{key}": value.detach()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    """Put `optimizer_tensors` back."""
+    parameters = dict(model.named_parameters())
+    for full_name, value in tensors.items():
+        name, key = full_name.split("|")
+        parameter = parameters[name]
+        # AdamW keeps its step counter on the CPU whatever the parameter's device.
+        device = value.device if value.dim() == 0 else parameter.device
+        optimizer.state[parameter][key] = value.to(device)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore) -> int:
+    """Put the run's last good checkpoint back and drop what was logged after it; the steps done, 0 if none."""
+    checkpoint = store.latest_checkpoint()
+    if checkpoint is None:
+        store.rewind(-1)
+        return 0
+    restore_model(model, checkpoint.model())
+    restore_optimizer(model, optimizer, checkpoint.optimizer())
+    store.rewind(checkpoint.step)
+    store.event("resumed", step=checkpoint.step)
+    return checkpoint.step

@@ -1,0 +1,175 @@
+"""Supervised warm-up to a target accuracy, computed once per configuration and cached on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from moe_rl.models import LanguageModel
+from moe_rl.tasks import Task
+from moe_rl.tasks.encode import answer_ids, prompt_ids
+from moe_rl.training.checkpoint import model_tensors, restore_model
+from moe_rl.training.config import ColdStartConfig
+from moe_rl.training.evaluate import accuracy, held_out
+
+
+class ColdStartError(RuntimeError):
+    """The target accuracy was not reached."""
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """`path` of the cached weights, the `steps` they took and their sampled `accuracy` (a fraction)."""
+
+    path: Path
+    steps: int
+    accuracy: float
+
+
+def cold_start(
+    lm: LanguageModel,
+    task: Task,
+    config: ColdStartConfig,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    identity: dict[str, Any],
+    cache: Path,
+) -> ColdStart:
+    """Bring `lm.model` to the cold start, from `cache` if it is there; `identity` names what it depends on.
+
+    One process computes it while others wait for it. Raises `ColdStartError` when `config.steps` pass without
+    the target accuracy; nothing is cached then.
+    """
+    digest = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=6)
+    path = cache / digest.hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path):
+        if not (path / "result.json").exists():
+            steps, reached = _train(lm, task, config, temperature, max_new_tokens)
+            _save(path, lm, {"steps": steps, "accuracy": reached, "identity": identity})
+        # Always through the file, so that a run that trained it and a run that found it start alike.
+        restore_model(lm.model, load_file(path / "model.safetensors"))
+        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    return ColdStart(path, result["steps"], result["accuracy"])
+
+
+def _lock(path: Path) -> FileLock:
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"another process computes the cold start {path}: waiting for it", file=sys.stderr, flush=True)
+        lock.acquire()
+    lock.release()
+    return lock
+
+
+def _save(path: Path, lm: LanguageModel, result: dict[str, Any]) -> None:
+    """The directory appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file(
+        {k: v.contiguous().cpu() for k, v in model_tensors(lm.model).items()}, temporary / "model.safetensors"
+    )
+    (temporary / "result.json").write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+
+
+def _train(
+    lm: LanguageModel, task: Task, config: ColdStartConfig, temperature: float, max_new_tokens: int
+) -> tuple[int, float]:
+    """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
+    lm.model.eval()  # no dropout, as in RL
+    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    problems = held_out(task, config.eval_prompts)
+    best = 0.0
+    progress = tqdm(range(1, config.steps + 1), desc="cold start", unit="step", disable=None)
+    for step in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)
+        first = (step - 1) * config.batch_size
+        loss = _supervised_step(
+            lm, optimizer, task, range(first, first + config.batch_size), config.microbatch
+        )
+        progress.set_postfix(loss=f"{loss:.4f}", accuracy=f"{best:.3f}")
+        if step % config.eval_every == 0 or step == config.steps:
+            reached = accuracy(
+                lm, task, problems, temperature=temperature, max_new_tokens=max_new_tokens,
+                stream=("cold start", config.seed, step),
+            )  # fmt: skip
+            best = max(best, reached)
+            if reached >= config.target_accuracy:
+                progress.close()
+                return step, reached
+    raise ColdStartError(
+        f"cold start: sampled accuracy {best:.3f} at best in {config.steps} steps on {len(problems)} held-out "
+        f"prompts, cold_start.target_accuracy is {config.target_accuracy}: raise cold_start.steps, lower the "
+        "target, make the task easier, or start from a checkpoint with cold_start.enabled=false"
+    )
+
+
+def schedule(step: int, warmup: int, total: int) -> float:
+    """Factor on the learning rate at 1-based `step`: linear warm-up, then cosine to 0.1 at `total`."""
+    if step <= warmup:
+        return step / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def _supervised_step(
+    lm: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    items: Sequence[int],
+    microbatch: int | None,
+) -> float:
+    """One update on worked examples; the mean cross-entropy of answer tokens, in nats."""
+    examples = [
+        (prompt_ids(lm.tokenizer, problem), answer_ids(lm.tokenizer, problem))
+        for problem in map(task.warmup, items)
+    ]
+    answer_tokens = sum(len(answer) for _, answer in examples)
+    size = microbatch or len(examples)
+    total = 0.0
+    optimizer.zero_grad()
+    for start in range(0, len(examples), size):
+        loss = supervised_loss(lm, examples[start : start + size]) / answer_tokens
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(lm.model.parameters(), 1.0)
+    optimizer.step()
+    return total
+
+
+def supervised_loss(lm: LanguageModel, examples: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+    """Summed cross-entropy (nats) of the answers' tokens given their prompts; examples padded on the right."""
+    width = max(len(prompt) + len(answer) for prompt, answer in examples)
+    ids_BT = torch.full((len(examples), width), lm.pad_id)
+    labels_BT = torch.full_like(ids_BT, -100)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, (prompt, answer) in enumerate(examples):
+        end = len(prompt) + len(answer)
+        ids_BT[row, :end] = torch.tensor(prompt + answer)
+        labels_BT[row, len(prompt) : end] = torch.tensor(answer)
+        mask_BT[row, :end] = 1
+    device = lm.model.device
+    logits = lm.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten().to(device), reduction="sum"
+    )

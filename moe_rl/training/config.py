@@ -1,0 +1,146 @@
+"""The options of a training run: what each means, its unit, and what is refused.
+
+Plain dataclasses: Hydra turns them into typed configs in `experiments/`, and any other caller can build
+them by hand. `check` is the border: contradictory options are one clear `ValueError` before any work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled from the old policy, and on how many prompts."""
+
+    prompts: int = 32  # P, prompts per step
+    responses: int = 8  # G, responses per prompt (the group)
+    max_new_tokens: int = 24  # a response that reaches it without a stop token is "truncated"
+    temperature: float = 1.0  # of the sampler, and of every log-probability that enters a ratio
+    top_p: float = 1.0  # only 1.0: see `check`
+    top_k: int = 0  # only 0 (off): see `check`
+
+    def check(self) -> None:
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k}: only top_p=1.0 and top_k=0 are "
+                "accepted, since a truncated sampler draws from another distribution than the one whose "
+                "log-probabilities enter the importance ratio; lower rollout.temperature instead"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0 (ratios divide by it)")
+        if self.responses < 2:
+            raise ValueError(
+                f"rollout.responses={self.responses}: a group needs at least 2 responses, a group of one has "
+                "no advantage"
+            )
+        if self.prompts < 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"rollout.prompts={self.prompts} and rollout.max_new_tokens={self.max_new_tokens} "
+                "must be at least 1"
+            )
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, and into how many gradient updates a rollout batch is split."""
+
+    lr: float = 3e-4
+    minibatches: int = 4  # N, gradient updates per rollout batch, split by prompt (GSPO §5.1: 4)
+    warmup_updates: int = 10  # learning rate rises linearly over this many gradient updates
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    microbatch: int | None = None  # responses per forward; None: a mini-batch in one forward
+
+
+@dataclass
+class ReplayConfig:
+    """Routing Replay (GSPO §5.3): whose experts the ratio's forward is forced to use."""
+
+    source: str | None = None  # None: native routing; "old_policy": the trace of the old-policy pass
+
+    def check(self) -> None:
+        if self.source not in (None, "old_policy"):
+            raise ValueError(f"replay.source={self.source!r}: expected null or old_policy")
+
+
+@dataclass
+class ColdStartConfig:
+    """Supervised warm-up on worked examples; the paper's RL starts from a cold-start model (§5.1)."""
+
+    enabled: bool = True
+    target_accuracy: float = 0.35  # sampled accuracy on held-out prompts at which it stops, a fraction
+    steps: int = 800  # gives up here if the target is not reached
+    batch_size: int = 128  # examples per update
+    microbatch: int | None = None  # examples per forward; None: all at once
+    lr: float = 2e-3
+    warmup_steps: int = 20  # then cosine decay to a tenth over `steps`
+    weight_decay: float = 0.01
+    eval_every: int = 25  # steps
+    eval_prompts: int = 128
+    seed: int = 0  # its own: all seeds of RL start from the same model
+
+    def check(self) -> None:
+        if not 0 <= self.target_accuracy <= 1:
+            raise ValueError(
+                f"cold_start.target_accuracy={self.target_accuracy}: expected a fraction, 0 to 1"
+            )
+
+
+@dataclass
+class EvaluationConfig:
+    """Held-out accuracy: greedy, and one sample a prompt at the rollout temperature."""
+
+    every: int = 10  # steps; also before the first and after the last
+    prompts: int = 128
+
+
+@dataclass
+class CollapseConfig:
+    """When a run counts as collapsed; the rule is in `moe_rl.analysis.collapse`."""
+
+    window: int = 5  # steps in the trailing mean of the reward
+    fraction: float = 0.5  # of its best so far
+    patience: int = 5  # steps in a row below it
+
+
+@dataclass
+class TrainConfig:
+    """Everything the loop reads, model, task and objective apart."""
+
+    steps: int = 60
+    seed: int = 0  # of prompts, sampling and evaluation; arms share it so that they pair
+    checkpoint_every: int = 10  # steps
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    collapse: CollapseConfig = field(default_factory=CollapseConfig)
+
+    def check(self) -> None:
+        """Raise `ValueError` for options that contradict each other."""
+        for part in (self.rollout, self.replay, self.cold_start):
+            part.check()
+        for name, value in (
+            ("steps", self.steps),
+            ("checkpoint_every", self.checkpoint_every),
+            ("optim.minibatches", self.optim.minibatches),
+            ("evaluation.every", self.evaluation.every),
+            ("evaluation.prompts", self.evaluation.prompts),
+            ("cold_start.eval_every", self.cold_start.eval_every),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.rollout.prompts % self.optim.minibatches:
+            raise ValueError(
+                f"rollout.prompts={self.rollout.prompts} is not a multiple of "
+                f"optim.minibatches={self.optim.minibatches}: mini-batches hold whole groups of equal number"
+            )
+        if not self.optim.lr >= 0 or not self.optim.max_grad_norm > 0:
+            raise ValueError(
+                f"optim.lr={self.optim.lr} must be at least 0 and optim.max_grad_norm="
+                f"{self.optim.max_grad_norm} above 0"
+            )

@@ -1,0 +1,45 @@
+"""Accuracy on held-out prompts, greedy and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_rl.models import LanguageModel
+from moe_rl.tasks import Problem, Task
+from moe_rl.tasks.encode import prompt_ids, response_text
+from moe_rl.training.rollout import sample_responses
+from moe_rl.training.seeds import random_stream
+
+
+def held_out(task: Task, prompts: int) -> list[Problem]:
+    """The first `prompts` test problems, or all of a smaller test set."""
+    return [task.test(i) for i in range(min(prompts, task.test_size or prompts))]
+
+
+def accuracy(
+    lm: LanguageModel,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    stream: tuple[object, ...] = (),
+) -> float:
+    """Mean reward (a fraction) of one response to each problem; temperature 0 is greedy.
+
+    `stream` names the random stream of a sampled evaluation.
+    """
+    with random_stream("evaluation", *stream):
+        batch = sample_responses(
+            lm,
+            [prompt_ids(lm.tokenizer, problem) for problem in problems],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+    rewards = [
+        task.reward(problem, response_text(lm.tokenizer, ids))
+        for problem, ids in zip(problems, batch.responses(), strict=True)
+    ]
+    return torch.tensor(rewards, dtype=torch.float64).mean().item()

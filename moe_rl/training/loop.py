@@ -1,0 +1,151 @@
+"""GRPO, GRPO + Routing Replay and GSPO under one loop: the whole algorithm, top to bottom.
+
+The three arms differ in two places only: the objective, and the context in which the new policy's forward
+runs (`routing_of` in update.py). Everything else, prompts and random streams included, they share.
+
+What differs from the paper (arXiv 2507.18071): the prompts of a step are consecutive items of the task's
+seeded stream rather than a shuffled epoch; there is no KL to a reference policy unless the objective's
+options ask for it; the load-balancing loss is off.
+"""
+
+from __future__ import annotations
+
+import torch
+from tqdm.auto import tqdm
+
+from moe_rl.models import LanguageModel
+from moe_rl.objectives import Objective, group_advantages
+from moe_rl.routing import expert_change
+from moe_rl.routing.routers import has_routers
+from moe_rl.store import RunStore
+from moe_rl.tasks import Task
+from moe_rl.tasks.encode import prompt_ids, response_text
+from moe_rl.training.checkpoint import model_tensors, optimizer_tensors, resume
+from moe_rl.training.config import TrainConfig
+from moe_rl.training.evaluate import accuracy, held_out
+from moe_rl.training.measure import (
+    PhaseClock,
+    load_metrics,
+    masked_mean,
+    mismatch_metrics,
+    response_metrics,
+    reward_metrics,
+    update_metrics,
+)
+from moe_rl.training.passes import native_routing, old_policy_pass, split
+from moe_rl.training.rollout import sample_responses
+from moe_rl.training.seeds import random_stream
+from moe_rl.training.update import Update, gradient_update, make_optimizer
+
+PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the task's stream
+
+
+def train(lm: LanguageModel, task: Task, objective: Objective, config: TrainConfig, store: RunStore) -> None:
+    """Train `lm.model` in place for `config.steps` steps, logging to `store`; resumes from its checkpoint.
+
+    Stops early, with the step's record written, at a loss or gradient norm that is not finite; the update
+    that met it is not applied. Raises `ValueError` for replay on a model without MoE layers.
+    """
+    policy = lm.model.eval()  # π_old and π_θ are one function of their weights: dropout in neither
+    moe = has_routers(policy)
+    if config.replay.source is not None and not moe:
+        raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
+    groups, group_size, temperature = (
+        config.rollout.prompts,
+        config.rollout.responses,
+        config.rollout.temperature,
+    )
+    optimizer = make_optimizer(policy, config.optim)
+    done = resume(policy, optimizer, store)
+    if done == 0:
+        evaluate(lm, task, config, store, step=0)
+
+    progress = tqdm(
+        range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step", disable=None
+    )
+    for step in progress:
+        clock = PhaseClock()
+
+        # Sample G responses to each of P prompts from the current policy, which is π_old from here on.
+        with clock("rollout"), random_stream(config.seed, "rollout", step):
+            first = config.seed * PROMPTS_PER_SEED + (step - 1) * groups
+            problems = [task.train(first + i) for i in range(groups)]
+            prompts = [ids for p in problems for ids in [prompt_ids(lm.tokenizer, p)] * group_size]
+            batch = sample_responses(
+                lm, prompts, max_new_tokens=config.rollout.max_new_tokens, temperature=temperature
+            )
+
+        # Reward every response, and normalise within its group: Â_i = (r_i - mean r) / std r (Eq. 3).
+        with clock("reward"):
+            texts = [response_text(lm.tokenizer, ids) for ids in batch.responses()]
+            rewards = [task.reward(problems[row // group_size], text) for row, text in enumerate(texts)]
+            rewards_PG = torch.tensor(rewards, dtype=torch.float32).reshape(groups, group_size)
+            advantages_B = group_advantages(rewards_PG).reshape(-1).to(policy.device)
+
+        # Old-policy pass: log-probabilities and routing, by the forward that training uses.
+        plan = split(len(batch), config.optim.minibatches, config.optim.microbatch)
+        with clock("old_policy"):
+            old = old_policy_pass(policy, batch, plan, temperature, moe)
+
+        # N gradient updates, one per mini-batch of whole groups; after each, the new policy's native routing
+        # on the whole batch against π_old's and against the policy just before the update (§5.3).
+        updates: list[Update] = []
+        routing, on_response = old.trace, batch.routing_rows_BT
+        for minibatch in plan:
+            before = (step - 1) * len(plan) + len(updates)
+            with clock("update"):
+                update = gradient_update(
+                    policy, optimizer, objective, batch, old, advantages_B, minibatch, config, before
+                )
+            updates.append(update)
+            if not update.finite:
+                break
+            if old.trace is not None and routing is not None:
+                with clock("drift"):
+                    last, routing = routing, native_routing(policy, batch, plan).where(on_response)
+                    update.since_old = expert_change(old.trace.where(on_response), routing)
+                    update.since_last = expert_change(last.where(on_response), routing)
+            store.log("updates", {"step": step, "update": len(updates)} | update.metrics())
+
+        # The objective's metrics over all updates of the step in one call, so that they reduce exactly.
+        seen = slice(0, sum(len(update.logp_BT) for update in updates))
+        with torch.no_grad():
+            new_logp_BT = torch.cat([update.logp_BT for update in updates])
+            mask_BT = batch[seen].response_mask_BT
+            _, ratio_metrics = objective(new_logp_BT, old.logp_BT[seen], advantages_B[seen], mask_BT)
+        record = {
+            "step": step,
+            **reward_metrics(rewards_PG),
+            **response_metrics(batch),
+            "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
+            **ratio_metrics,
+            **mismatch_metrics(old.logp_BT, batch),
+            **update_metrics(updates),
+            **(load_metrics(old.trace.where(on_response)) if old.trace is not None else {}),
+            **clock.metrics(),
+        }
+        store.log("steps", record)
+        shown = ("reward/mean", "response/length", "clip_frac/token", "drift/old")
+        progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
+        if not updates[-1].finite:
+            store.event("stopped", step=step, reason="loss or gradient norm is not finite")
+            return
+
+        end = step == config.steps
+        if end or step % config.evaluation.every == 0:
+            evaluate(lm, task, config, store, step)
+        if end or step % config.checkpoint_every == 0:
+            tensors = model_tensors(policy), optimizer_tensors(policy, optimizer)
+            store.save_checkpoint(step, *tensors, {"step": step})
+
+
+def evaluate(lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore, step: int) -> None:
+    """Log greedy and sampled accuracy on the held-out prompts."""
+    problems = held_out(task, config.evaluation.prompts)
+    limit, stream = config.rollout.max_new_tokens, (config.seed, step)
+    greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
+    sampled = accuracy(
+        lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
+    )
+    record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
+    store.log("evals", record)

@@ -1,0 +1,115 @@
+"""What the loop logs beside the objective's own metrics; the glossary in the README gives every formula."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean as mean
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.routing import RoutingTrace
+from moe_rl.routing.drift import ExpertChange, expert_load, max_violation
+from moe_rl.training.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from moe_rl.training.update import Update
+
+
+class PhaseClock:
+    """Wall-clock seconds per named phase of a step, as `time/<phase>`, and `time/total`."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        total = time.perf_counter() - self._started
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/total": total}
+
+
+def reward_metrics(rewards_PG: Tensor) -> dict[str, float]:
+    """Mean, standard deviation over responses, and the share of groups whose rewards are all equal."""
+    return {
+        "reward/mean": rewards_PG.mean().item(),
+        "reward/std": rewards_PG.std(correction=0).item(),
+        "reward/zero_std_groups": (rewards_PG == rewards_PG[:, :1]).all(-1).float().mean().item(),
+    }
+
+
+def response_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Mean length in tokens (stop token included) and the share of responses without a stop token."""
+    return {
+        "response/length": batch.response_lengths_B.mean().item(),
+        "response/truncated": 1.0 - batch.finished_B.float().mean().item(),
+    }
+
+
+def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> float:
+    """Mean over masked-in tokens; 0 where there are none."""
+    return (torch.where(mask_BT > 0, values_BT, 0.0).sum() / mask_BT.sum().clamp_min(1)).item()
+
+
+def mismatch_metrics(old_logp_BT: Tensor, batch: RolloutBatch) -> dict[str, float]:
+    """Sampler μ against trainer π_old on the sampled tokens, in nats.
+
+    `mismatch/k3` estimates KL(μ‖π_old) per token; `mismatch/abs_max` is the largest |log π_old - log μ|.
+    """
+    mask_BT = batch.response_mask_BT
+    log_ratio_BT = torch.where(mask_BT > 0, old_logp_BT - batch.sampler_logp_BT, 0.0)
+    return {
+        "mismatch/k3": masked_mean(torch.expm1(log_ratio_BT) - log_ratio_BT, mask_BT),
+        "mismatch/abs_max": log_ratio_BT.abs().max().item(),
+    }
+
+
+def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[float]]:
+    """One expert change under the four names the run store keeps."""
+    return {
+        name: change.experts,
+        f"{name}_sets": change.sets,
+        f"{name}_tokens": change.tokens,
+        f"{name}_by_layer": change.by_layer.tolist(),
+    }
+
+
+def load_metrics(trace: RoutingTrace) -> dict[str, float]:
+    """Expert load imbalance of π_old: the busiest expert's load over the mean load, minus 1, mean of layers."""
+    return {"load/max_violation": max_violation(expert_load(trace))}
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, Any]:
+    """A step's updates in one record.
+
+    `loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before clipping, `lr` the
+    last. `drift/first` is the experts changed after the first update, `drift/old` after the last (both
+    against π_old), `drift/step` against the policy just before each update, over all updates.
+    """
+    found: dict[str, Any] = {
+        "loss": mean(u.loss for u in updates),
+        "grad_norm": mean(u.grad_norm for u in updates),
+        "grad_norm_max": max(u.grad_norm for u in updates),
+        "lr": updates[-1].lr,
+    }
+    since_old = [u.since_old for u in updates if u.since_old is not None]
+    since_last = [u.since_last for u in updates if u.since_last is not None]
+    overridden = [u.overridden for u in updates if u.overridden is not None]
+    if since_old and since_last:
+        found["drift/first"] = since_old[0].experts
+        found |= drift_metrics("drift/old", since_old[-1])
+        found |= drift_metrics("drift/step", ExpertChange.combine(since_last))
+    if overridden:
+        found["replay/overridden"] = ExpertChange.combine(overridden).experts
+    return found
