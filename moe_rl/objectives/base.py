@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -22,6 +21,9 @@ class Surrogate:
     objective: Tensor  # [B, T], to be maximised; carries the gradient
     clipped: Tensor  # bool [B, T]: clipping removes the gradient (CISPO: caps it), given the advantage's sign
     outside: Tensor  # bool [B, T]: the ratio is outside the interval, whatever the sign
+    penalty: Tensor | None = (
+        None  # [B, T], a loss of its own, which weights_BT leaves alone (PPO: the values)
+    )
     metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars of this objective alone
 
 
@@ -48,7 +50,7 @@ class Objective:
             raise ValueError(f"unknown kl_estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
         for option in fields(self):
             value = getattr(self, option.name)
-            if isinstance(value, float) and (math.isnan(value) or value < 0):
+            if isinstance(value, float | int) and not value >= 0:  # NaN fails too
                 raise ValueError(f"{option.name} must be a number >= 0, got {value}")
 
     def surrogate(self, batch: Batch, tensors: dict[str, Tensor]) -> Surrogate:
@@ -84,6 +86,8 @@ class Objective:
         if "weights_BT" in extra:
             objective_BT = objective_BT * extra["weights_BT"].detach()
         loss = -self._aggregate(objective_BT, batch)
+        if surrogate.penalty is not None:
+            loss = loss + self._aggregate(surrogate.penalty, batch)
         metrics = dict(surrogate.metrics)
         if "ref_logp_BT" in extra:
             kl_BT = kl_estimate(batch.logp, extra["ref_logp_BT"].detach(), self.kl_estimator)
@@ -142,13 +146,23 @@ def outside_interval(ratio: Tensor, advantages: Tensor, low: float, high: float)
 
 
 def clipped_objective(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """min(r A, clip(r, low, high) A) with (clipped, outside), for token or sequence log-ratios in nats.
 
-    Clipped entries leave the graph before exp(), so their gradient is exactly 0 even where r overflows.
+    dual_clip = c bounds the loss where A < 0: max(that, c A) (Ye et al., 1912.09729). Clipped entries leave
+    the graph before exp(), so their gradient is exactly 0 even where r overflows.
     """
-    clipped, outside = outside_interval(log_ratio.detach().exp(), advantages, low, high)
-    ratio = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
+    ratio = log_ratio.detach().exp()
+    clipped, outside = outside_interval(ratio, advantages, low, high)
     bound = torch.full_like(ratio, low).masked_fill(advantages > 0, high)
+    if dual_clip is not None:
+        capped = (ratio > dual_clip) & (advantages < 0)
+        clipped, bound = clipped | capped, bound.masked_fill(capped, dual_clip)
+    ratio = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
     return torch.where(clipped, bound, ratio) * advantages, clipped, outside
+
+
+def never(values_BT: Tensor) -> Tensor:
+    """The clip flags of an objective that clips nothing."""
+    return torch.zeros_like(values_BT, dtype=torch.bool)

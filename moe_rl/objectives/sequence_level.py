@@ -34,3 +34,17 @@ class GSPO(Objective):
                 sequence_log_ratio(batch), batch.advantages, 1 - self.clip_low, 1 + self.clip_high
             )
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOToken(GSPO):
+    """GSPO with an advantage per token: s_t = sg[s] pi_t / sg[pi_t] in the clipped form (Eq. 13 to 17).
+
+    Equal to GSPO in value, clipping and gradient when the advantage is constant over a response.
+    """
+
+    def surrogate(self, batch: Batch, tensors: dict[str, Tensor]) -> Surrogate:
+        log_ratio_BT = sequence_log_ratio(batch).detach() + batch.logp - batch.logp.detach()
+        return Surrogate(
+            *clipped_objective(log_ratio_BT, batch.advantages, 1 - self.clip_low, 1 + self.clip_high)
+        )
