@@ -19,9 +19,10 @@ from moe_rl.objectives.batch import Batch
 class CISPO(Objective):
     """sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: weights are capped, no token is dropped.
 
-    The paper (2506.13585 Eq. 4 and 5) uses no lower bound, which is clip_low = 1, and does not print the upper one: 4.0
-    is the cap of 5 that TRL recommends. Since nothing is clipped away, clip_frac/token counts tokens whose
-    weight is capped in the direction of A (TRL's count), clip_frac/token_signblind all capped ones (verl's).
+    The paper (2506.13585 Eq. 4 and 5) uses no lower bound, which is clip_low = 1, and does not print the
+    upper one: 4.0 is the cap of 5 that TRL recommends. Since nothing is clipped away, clip_frac/token counts
+    tokens whose weight is capped in the direction of A (TRL's count), clip_frac/token_signblind all capped
+    ones (verl's).
     """
 
     clip_low: float = 1.0
@@ -39,8 +40,9 @@ class CISPO(Objective):
 class DPPOTotalVariation(Objective):
     """sg[min(r, ratio_cap)] A log pi, dropping tokens whose probability moved too far.
 
-    The binary TV form of 2602.04879. Widths bound pi - pi_old, the total variation of "this token or another": a token is dropped when its
-    probability has grown by more than clip_high under A > 0 or shrunk by more than clip_low under A < 0.
+    The binary TV form of 2602.04879. Widths bound pi - pi_old, the total variation of "this token or another":
+    a token is dropped when its probability has grown by more than clip_high under A > 0 or shrunk by more
+    than clip_low under A < 0.
     """
 
     clip_low: float = 0.15
@@ -58,8 +60,9 @@ class DPPOTotalVariation(Objective):
 class DPPODivergence(Objective):
     """sg[min(r, ratio_cap)] A log pi, dropping tokens by their binary KL.
 
-    The binary KL form of 2602.04879. Widths bound KL(pi_old || pi) of "this token or another" in nats: a token is dropped when it exceeds
-    clip_high with pi > pi_old under A > 0, or clip_low with pi < pi_old under A < 0.
+    The binary KL form of 2602.04879. Widths bound KL(pi_old || pi) of "this token or another" in nats: a token
+    is dropped when it exceeds clip_high with pi > pi_old under A > 0, or clip_low with pi < pi_old under
+    A < 0.
     """
 
     clip_low: float = 0.05
