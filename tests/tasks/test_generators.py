@@ -95,15 +95,6 @@ def test_reward_is_exact_equality():
         assert task.reward(problem, wrong) == 0.0
 
 
-def test_unknown_name_and_option_are_named_with_the_choices():
-    with pytest.raises(ValueError, match="unknown task 'sorting': choose from sort, running_sum, reverse"):
-        get_task("sorting")
-    with pytest.raises(
-        ValueError, match="task sort has no option 'length': it has min_length, max_length, warmup_min_length"
-    ):
-        get_task("sort", length=3)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
