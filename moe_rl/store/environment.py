@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES},
         "git_commit": commit,
         "git_dirty": dirty,
-        "command": sys.argv,
+        "command": ["python", *sys.orig_argv[1:]],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -1,0 +1,141 @@
+"""Which runs may be averaged: same experiment, model, task and configuration, different seed."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.analysis.collapse import FRACTION, PATIENCE, WINDOW, Collapse, detect_collapse
+from moe_rl.store import Run
+
+ARM_ORDER = ("grpo", "grpo+replay", "gspo")
+RULE = {"window": WINDOW, "fraction": FRACTION, "patience": PATIENCE}
+# what may differ between runs of one arm without making them another arm
+SEED_AND_MACHINE = ("seed", "device", "threads")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a comparison, its metrics read once.
+
+    arm: the run's arm, followed by the settings that tell it from other runs of that arm, if any.
+    steps, updates, evals: the run's streams, one row a record.
+    """
+
+    run: Run
+    arm: str
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    evals: pd.DataFrame
+    collapse: Collapse
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one experiment, model and task.
+
+    members: ordered by arm, then seed.  left_out: runs that repeat the configuration and seed of a member,
+    which would count one seed twice, as (left out, kept).
+    """
+
+    experiment: str
+    model: str
+    task: str
+    members: tuple[Member, ...]
+    left_out: tuple[tuple[Run, Run], ...]
+
+    @property
+    def arms(self) -> list[str]:
+        """Labels of the arms, in the order of the tables and figures."""
+        return list(dict.fromkeys(member.arm for member in self.members))
+
+    def of(self, arm: str) -> list[Member]:
+        """Members of one arm, by seed."""
+        return [member for member in self.members if member.arm == arm]
+
+
+def compare(runs: Iterable[Run]) -> list[Comparison]:
+    """Group runs by experiment, model and task, sorted by these names."""
+    groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        key = (str(run.config.get("experiment") or "no experiment"), named(run, "model"), named(run, "task"))
+        groups[key].append(run)
+    return [_comparison(key, group) for key, group in sorted(groups.items())]
+
+
+def named(run: Run, section: str) -> str:
+    """`<section>.name` of a run's configuration."""
+    return str(setting(run, f"{section}.name") or f"unnamed {section}")
+
+
+def setting(run: Run, dotted: str) -> Any:
+    """A value of a run's configuration by its dotted key; None when absent."""
+    value: Any = run.config
+    for key in dotted.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+def collapse_rule(run: Run) -> dict[str, Any]:
+    """Window, fraction and patience of the collapse rule by which a run was trained."""
+    given = run.config.get("collapse") or {}
+    return {key: given.get(key, default) for key, default in RULE.items()}
+
+
+def _comparison(key: tuple[str, str, str], runs: list[Run]) -> Comparison:
+    labels = _arm_labels(runs)
+    kept: dict[tuple[str, int | None], Member] = {}
+    left_out = []
+    for run in runs:
+        member = _load(run, labels[run])
+        other = kept.get((member.arm, run.seed))
+        if other is None or len(member.steps) > len(other.steps):
+            kept[member.arm, run.seed] = member
+        if other is not None:
+            kept_run = kept[member.arm, run.seed].run
+            left_out.append((other.run if kept_run is run else run, kept_run))
+    members = sorted(kept.values(), key=lambda member: (*_arm_rank(member), member.run.seed or 0))
+    return Comparison(*key, members=tuple(members), left_out=tuple(left_out))
+
+
+def _arm_rank(member: Member) -> tuple[int, str, str]:
+    arm = member.run.arm
+    return (ARM_ORDER.index(arm) if arm in ARM_ORDER else len(ARM_ORDER), arm, member.arm)
+
+
+def _arm_labels(runs: list[Run]) -> dict[Run, str]:
+    """Arm names, extended by the settings in which runs of one arm differ: those are never averaged."""
+    labels = {}
+    for arm in {run.arm for run in runs}:
+        same = [run for run in runs if run.arm == arm]
+        flat = {run: _flatten(run.config) for run in same}
+        keys = sorted({key for settings in flat.values() for key in settings})
+        differing = [key for key in keys if len({flat[run].get(key) for run in same}) > 1]
+        for run in same:
+            settings = [f"{key}={flat[run].get(key, 'absent')}" for key in differing]
+            labels[run] = f"{arm} ({', '.join(settings)})" if settings else arm
+    return labels
+
+
+def _flatten(config: dict[str, Any]) -> dict[str, str]:
+    frame = pd.json_normalize(config)
+    return {str(key): str(frame[key].iloc[0]) for key in frame if key not in SEED_AND_MACHINE}
+
+
+def _load(run: Run, arm: str) -> Member:
+    steps = run.steps()
+    rewards, losses, norms = (
+        steps[column].tolist() if column in steps else [] for column in ("reward/mean", "loss", "grad_norm")
+    )
+    return Member(
+        run=run,
+        arm=arm,
+        steps=steps,
+        updates=run.updates(),
+        evals=run.evals(),
+        collapse=detect_collapse(rewards, losses, norms, **collapse_rule(run)),
+    )

@@ -1,0 +1,283 @@
+"""The HTML of a report: escaped, self-contained, readable without a script."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.analysis.comparison import Comparison, collapse_rule, setting
+from moe_rl.analysis.figures import Drawn
+from moe_rl.analysis.tables import MEASURES, Measure, three_digits
+
+SETTINGS = {
+    "objective.name": "Objective",
+    "objective.clip_low": "Clip range, width below 1",
+    "objective.clip_high": "Clip range, width above 1",
+    "replay.source": "Routing replay",
+    "optim.lr": "Learning rate",
+    "optim.minibatches": "Updates per rollout batch",
+    "rollout.prompts": "Prompts per step",
+    "rollout.responses": "Responses per prompt",
+    "rollout.max_new_tokens": "Longest response (tokens)",
+    "steps": "Steps",
+}
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c }
+body { max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.7rem; margin-bottom: .3rem } h2 { margin-top: 3rem; border-bottom: 2px solid #ddd }
+h3 { margin-top: 2.2rem } p, figcaption { max-width: 54rem } figure { margin: 1.2rem 0 2rem }
+figure img { max-width: 100%; height: auto } figcaption, .note, small { color: #555 }
+figcaption, .note { font-size: .9rem } .scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0 }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top }
+thead th { border-bottom: 2px solid #999; white-space: nowrap } 
+td small { display: block; white-space: nowrap } code, pre { font-size: .85rem; background: #f4f4f4 }
+pre { padding: .7rem; overflow-x: auto } .failed { color: #a40000 } .unfinished { color: #8a5a00 }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page shows of one comparison; `prefix` starts the names of its files."""
+
+    comparison: Comparison
+    runs: pd.DataFrame
+    arms: pd.DataFrame
+    differences: pd.DataFrame
+    figures: Sequence[Drawn]
+    prefix: str
+
+
+def render(sections: Sequence[Section], out: Path, command: str) -> str:
+    """The whole page; figures are read from out/figures and embedded."""
+    body = "\n".join(_section(section, out) for section in sections)
+    contents = ""
+    if len(sections) > 1:
+        links = (f'<li><a href="#{s.prefix}">{escape(_name(s.comparison))}</a></li>' for s in sections)
+        contents = f"<p>{len(sections)} comparisons, never averaged together:</p><ul>{''.join(links)}</ul>"
+    title = f"moe_rl: {_name(sections[0].comparison)}" if len(sections) == 1 else "moe_rl: comparisons"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
+<h1>{escape(title)}</h1>
+{contents}
+{body}
+<h2>How to reproduce</h2>
+{_reproduce(sections, command)}
+</body></html>
+"""
+
+
+def _section(section: Section, out: Path) -> str:
+    heading = f'<h2 id="{section.prefix}">{escape(_name(section.comparison))}</h2>' if section.prefix else ""
+    parts = [
+        heading,
+        "<h3>What was compared</h3>",
+        _overview(section.comparison),
+        "<h3>Arms</h3>",
+        _arms(section.arms),
+    ]
+    if len(section.differences):
+        parts += ["<h3>Differences, paired by seed</h3>", _differences(section.differences)]
+    parts += [
+        _figure(figure, out / "figures" / f"{section.prefix}{figure.name}.png") for figure in section.figures
+    ]
+    if not section.figures:
+        parts.append("<p>No step was recorded yet: there is nothing to draw.</p>")
+    elif not any(figure.name == "drift" for figure in section.figures):
+        parts.append("<p class='note'>No expert drift was recorded: the model has no MoE layers.</p>")
+    parts += ["<h3>Runs</h3>", _runs(section), "<h3>Collapse rule</h3>", _rule(section.comparison)]
+    return "\n".join(parts)
+
+
+def _name(comparison: Comparison) -> str:
+    return f"{comparison.experiment} · {comparison.model} · {comparison.task}"
+
+
+def _overview(comparison: Comparison) -> str:
+    runs = [member.run for member in comparison.members]
+    environments = [run.environment for run in runs]
+    rows = [
+        ("Model", comparison.model),
+        ("Task", comparison.task),
+        ("Experiment", comparison.experiment),
+        ("Arms", ", ".join(comparison.arms)),
+        ("Seeds", _distinct(sorted(str(run.seed) for run in runs))),
+    ]
+    rows += [(label, _by_arm(comparison, key)) for key, label in SETTINGS.items()]
+    rows += [
+        ("Commit", _distinct(_commit(found) for found in environments)),
+        ("torch", _distinct(str((found.get("versions") or {}).get("torch", "–")) for found in environments)),
+        ("Machine", _distinct(_machine(found) for found in environments)),
+    ]
+    return _table([], [[escape(label), escape(value)] for label, value in rows if value])
+
+
+def _by_arm(comparison: Comparison, key: str) -> str:
+    """A setting's value, or its values by arm where arms differ; empty where no run has it."""
+    values = {
+        arm: _distinct(_plain(setting(m.run, key)) for m in comparison.of(arm)) for arm in comparison.arms
+    }
+    if set(values.values()) == {"none"}:
+        return ""
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    return "; ".join(f"{arm}: {value}" for arm, value in values.items())
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    commit = environment.get("git_commit")
+    if not commit:
+        return "not recorded"
+    return f"{commit[:12]}{' with uncommitted changes' if environment.get('git_dirty') else ''}"
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    return (
+        f"{environment.get('platform', 'platform not recorded')}, {environment.get('cpu_count', '?')} CPUs, "
+        f"torch threads {environment.get('torch_threads', '?')}"
+    )
+
+
+def _arms(arms: pd.DataFrame) -> str:
+    """The table of arms, turned: a column an arm stays readable with many measures."""
+    columns = [arm for _, arm in arms.iterrows()]
+    rows = [["Seeds", *(_seeds(arm) for arm in columns)]]
+    for measure in MEASURES:
+        if arms[measure.key].notna().any():
+            rows.append([escape(measure.label), *(_cell(arm, measure) for arm in columns)])
+        if measure.key == "clip_token" and arms["clip_ratio"].notna().any():
+            times = (
+                f"{three_digits(arm['clip_ratio'])} ×" if pd.notna(arm["clip_ratio"]) else "–"
+                for arm in columns
+            )
+            rows.append(["… relative to grpo", *times])
+    rows.append(["Collapse", *(escape(arm["collapse"]) for arm in columns)])
+    note = (
+        "Mean over seeds; below it "
+        + _distinct(
+            f"the {name}" if name != "one seed" else "nothing, for one seed" for name in arms["interval"]
+        )
+        + ". Fewer than five seeds support no confidence interval, so a range is given. "
+        "Runs that are not done count as far as they got."
+    )
+    return (
+        _table(["", *(escape(arm["arm"]) for arm in columns)], rows) + f'<p class="note">{escape(note)}</p>'
+    )
+
+
+def _seeds(arm: pd.Series) -> str:
+    short = f"<small>{arm['not_done']} not done</small>" if arm["not_done"] else ""
+    return f"{arm['seeds']}{short}"
+
+
+def _cell(arm: pd.Series, measure: Measure) -> str:
+    n, low, high = arm[f"{measure.key}_n"], arm[f"{measure.key}_low"], arm[f"{measure.key}_high"]
+    around = f"{measure.show(low)} to {measure.show(high)}" if n > 1 else ""
+    fewer = f" (n = {n})" if 0 < n < arm["seeds"] else ""
+    return f"{measure.show(arm[measure.key])}<small>{around}{fewer}</small>"
+
+
+def _differences(differences: pd.DataFrame) -> str:
+    labels = {measure.key: measure.label for measure in MEASURES}
+    rows = [
+        [
+            escape(f"{row.arm} − {row.minus}"),
+            escape(labels[row.measure]),
+            _signed(row.difference),
+            f"{_signed(row.low)} to {_signed(row.high)}" if row.pairs > 1 else "–",
+            escape(row.interval),
+            str(row.pairs),
+        ]
+        for row in differences.itertuples()
+        if row.pairs
+    ]
+    return _table(["Arms", "Measure", "Difference", "Around it", "What that is", "Pairs"], rows)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def _figure(figure: Drawn, file: Path) -> str:
+    image = base64.b64encode(file.read_bytes()).decode("ascii")
+    return (
+        f'<h3>{escape(figure.title)}</h3><figure><img alt="{escape(figure.title)}" '
+        f'src="data:image/png;base64,{image}"><figcaption>{escape(figure.caption)}</figcaption></figure>'
+    )
+
+
+def _runs(section: Section) -> str:
+    rows = [
+        [
+            escape(row.arm),
+            str(row.seed),
+            f'<span class="{row.status}">{row.status}</span>',
+            f"{row.steps} of {row.steps_planned}" if pd.notna(row.steps_planned) else str(row.steps),
+            escape(row.collapse),
+            f"<code>{escape(row.path)}</code>",
+        ]
+        for row in section.runs.itertuples()
+    ]
+    html = _table(["Arm", "Seed", "Status", "Steps", "Collapse", "Directory"], rows)
+    for member in section.comparison.members:
+        if member.run.failure:
+            last_line = member.run.failure.strip().rpartition("\n")[2]
+            html += (
+                f'<p class="note">{escape(member.arm)}, seed {member.run.seed} failed: '
+                f"<code>{escape(last_line)}</code></p>"
+            )
+    for left, kept in section.comparison.left_out:
+        html += (
+            f'<p class="note">Left out: <code>{escape(str(left.path))}</code> repeats the configuration and '
+            f"seed of <code>{escape(str(kept.path))}</code>.</p>"
+        )
+    return html
+
+
+def _rule(comparison: Comparison) -> str:
+    rules = {tuple(collapse_rule(member.run).items()) for member in comparison.members}
+    sentences = [
+        "A run collapses at the step that completes {patience} steps in a row in which the mean reward of "
+        "the last {window} steps lies below {fraction} times its best value so far, or at the first step "
+        "with a reward, loss or gradient norm that is not finite. A run that never earned reward has not "
+        "collapsed. “None by step n” is a censored observation: n is as far as the run was seen.".format(
+            **dict(rule)
+        )
+        for rule in sorted(rules)
+    ]
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+
+
+def _reproduce(sections: Sequence[Section], command: str) -> str:
+    recorded = (member.run.environment.get("command") for s in sections for member in s.comparison.members)
+    training = dict.fromkeys(" ".join(words) for words in recorded if words and "experiments.train" in words)
+    commands = "\n".join([*training, command])
+    return (
+        f"<pre>{escape(commands)}</pre>"
+        "<p>The resolved configuration of every run is the <code>config.yaml</code> of its directory; the "
+        "numbers behind every table and figure are in <code>tables/*.csv</code>, the figures in "
+        "<code>figures/*.png</code>, beside this page.</p>"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML already; the first cell of a row heads it."""
+    top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
+    lines = (f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{"".join(lines)}</tbody></table></div>'
