@@ -1,0 +1,24 @@
+"""Record and replay expert routing of Mixture-of-Experts models, and measure how it changes."""
+
+from moe_rl.routing.drift import ExpertChange, expert_change, expert_load, max_violation
+from moe_rl.routing.record import Recorder, record_routing
+from moe_rl.routing.replay import Replay, replay_routing
+from moe_rl.routing.routers import Router, find_routers, has_routers, router_gets_gradient
+from moe_rl.routing.trace import RoutingError, RoutingTrace
+
+__all__ = [
+    "ExpertChange",
+    "Recorder",
+    "Replay",
+    "Router",
+    "RoutingError",
+    "RoutingTrace",
+    "expert_change",
+    "expert_load",
+    "find_routers",
+    "has_routers",
+    "max_violation",
+    "record_routing",
+    "replay_routing",
+    "router_gets_gradient",
+]

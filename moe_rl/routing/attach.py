@@ -1,0 +1,81 @@
+"""How contexts get into a router: a subclass of its own class, for as long as a context is open.
+
+A closure in `router.forward` would be copied by `copy.deepcopy(model)` with the original's weights inside; a
+class takes its weights from the instance it is called on. A copy made inside a context gets the plain class.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routing.gates import run_gate
+from moe_rl.routing.routers import Router
+
+_TAPS = "_routing_taps"
+
+
+class Tap(Protocol):
+    """What one context does at one router."""
+
+    forces: bool  # whether `force` replaces the selection
+
+    def force(self, native_NK: Tensor) -> Tensor:
+        """The ids [N, K] the experts shall get, given the gate's own."""
+        ...
+
+    def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
+        """The router ran: its own ids and those the experts got."""
+        ...
+
+
+class _Instrumented:
+    """Mixin over a router's class that shows its selection to the open contexts."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        router, taps = self.__dict__[_TAPS]
+        force = next((tap.force for tap in taps if tap.forces), None)
+        forward = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
+        output, native_NK, used_NK = run_gate(router.module, forward, router.num_experts, router.top_k, force)
+        for tap in taps:
+            tap.routed(native_NK, used_NK)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        rebuild, (_, *args), state, *rest = reduced
+        plain = {key: value for key, value in state.items() if key != _TAPS}
+        return (rebuild, (type(self).__mro__[2], *args), plain, *rest)
+
+
+@functools.cache
+def _instrumented(cls: Any) -> type[nn.Module]:
+    return type(f"Instrumented{cls.__name__}", (_Instrumented, cls), {"__module__": cls.__module__})
+
+
+def add_tap(router: Router, tap: Tap) -> None:
+    """Show every later call of `router` to `tap`."""
+    module = router.module
+    if _TAPS not in module.__dict__:
+        module.__dict__[_TAPS] = (router, [])
+        module.__class__ = _instrumented(type(module))  # type: ignore[arg-type]
+    module.__dict__[_TAPS][1].append(tap)
+
+
+def remove_tap(router: Router, tap: Tap) -> None:
+    """Undo `add_tap`; the last tap to leave restores the router's class."""
+    module = router.module
+    taps = module.__dict__[_TAPS][1]
+    taps.remove(tap)
+    if not taps:
+        del module.__dict__[_TAPS]
+        module.__class__ = type(module).__mro__[2]
+
+
+def taps_of(router: Router) -> tuple[Tap, ...]:
+    """The taps on `router` now."""
+    return tuple(router.module.__dict__.get(_TAPS, (None, ()))[1])

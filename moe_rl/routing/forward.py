@@ -1,0 +1,132 @@
+"""What a context knows of the forward passes of a model: B, T, padding, and the rows a cache holds."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_rl.routing.trace import RoutingError
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One call of a model.
+
+    valid   bool [B, T]: False for padding
+    start   rows that the cache held before the call; row t of the call is position start + t
+    cache   weak reference to the cache the call got, None when it got none
+    """
+
+    valid: Tensor
+    start: int
+    cache: weakref.ref | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.valid.shape[0], self.valid.shape[1])
+
+
+class ForwardWatch:
+    """Follows the outermost forward of a model, whichever of its PreTrainedModels is called.
+
+    `begin(forward)` runs before it, `end(forward, output)` after it, unless it raised. A recompute under
+    gradient checkpointing is no forward.
+    """
+
+    def __init__(
+        self, model: nn.Module, begin: Callable[[Forward], None], end: Callable[[Forward, Any], None]
+    ) -> None:
+        self._begin, self._end = begin, end
+        self._calls: list[nn.Module] = []
+        self._handles: list[Any] = []
+        models: list[nn.Module] = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        self._modules = models or [model]
+        self.current: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
+        # A model copied inside a context takes its hooks along; they must not report to this context.
+        return ForwardWatch(nn.Module(), lambda forward: None, lambda forward, output: None)
+
+    def attach(self) -> None:
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def require(self, router: str, ids_NK: Tensor | None = None) -> Forward:
+        """The forward that runs now. Raises RoutingError when there is none, or the ids are not its rows."""
+        if self.current is None:
+            raise RoutingError(
+                f"{router} was called outside a forward of the model: call the model that the context was "
+                "opened on, not its layers"
+            )
+        B, T = self.current.shape
+        if ids_NK is not None and ids_NK.shape[0] != B * T:
+            raise RoutingError(f"{router} routed {ids_NK.shape[0]} rows in a forward of B x T = {B} x {T}")
+        return self.current
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in self._modules or in_recompute():
+            return
+        if self._calls and module is self._calls[0]:
+            self._calls.clear()  # the last call ended without its hook, by KeyboardInterrupt
+        self._calls.append(module)
+        if len(self._calls) == 1:
+            self.current = None
+            self.current = read_forward(module, args, kwargs)
+            self._begin(self.current)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._calls or self._calls[-1] is not module or in_recompute():
+            return
+        self._calls.pop()
+        if not self._calls:
+            forward, self.current = self.current, None
+            if forward is not None and output is not None:  # None: the forward raised
+                self._end(forward, output)
+
+
+def in_recompute() -> bool:
+    """Whether the code runs inside a backward pass: gradient checkpointing calls layers again there.
+
+    `torch.is_grad_enabled()` would not tell: reentrant checkpointing turns gradients off in the first pass.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def read_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    """B, T, padding and cache of a call, from its own arguments. Raises RoutingError if they do not tell."""
+    arguments = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    inputs = arguments.get("input_ids")
+    if inputs is None:
+        inputs = arguments.get("inputs_embeds")
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        raise RoutingError(
+            f"{type(module).__name__} was called without input_ids [B, T] or inputs_embeds [B, T, D], so the "
+            "rows of its routing cannot be told apart"
+        )
+    B, T = inputs.shape[:2]
+    cache = arguments.get("past_key_values")
+    if cache is None:
+        cache = arguments.get("cache")
+    start = 0 if cache is None else int(cache.get_seq_length())
+    valid_BT = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # a 4-D mask tells nothing about padding
+        if mask.shape[0] != B or mask.shape[1] < start + T:
+            raise RoutingError(
+                f"attention_mask must be [B, {start} cached + {T}] with B = {B}, got {list(mask.shape)}"
+            )
+        valid_BT = mask[:, start : start + T].to(inputs.device).bool()
+    return Forward(valid_BT, start, None if cache is None else weakref.ref(cache))

@@ -1,0 +1,162 @@
+"""Records which experts the tokens of a model's forward passes choose."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routing.attach import add_tap, remove_tap
+from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
+from moe_rl.routing.routers import Router, find_routers
+from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
+
+
+def record_routing(model: nn.Module) -> Recorder:
+    """A context that records the routing of every forward of `model` inside it, changing no bit of it.
+
+    with record_routing(model) as recorder:
+        model.generate(...)                  # or model(input_ids=..., attention_mask=...)
+    trace = recorder.trace()
+
+    Decode steps on one cache are joined along T; a forward without cached rows begins a new trace. Inside
+    `replay_routing` it records the ids that the experts got. Beam search reorders the rows of a cache between
+    steps, which a recording does not follow. Raises RoutingError for a model without MoE layers.
+    """
+    return Recorder(model)
+
+
+class Recorder:
+    """The recordings of one `record_routing` context."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = find_routers(model)
+        self._taps = [_RecordTap(self, router) for router in self._routers]
+        self._watch = ForwardWatch(model, self._begin, self._end)
+        self._calls: list[tuple[Router, Tensor]] = []
+        self._recordings: list[_Recording] = []
+
+    def __enter__(self) -> Recorder:
+        self._watch.attach()
+        for router, tap in zip(self._routers, self._taps, strict=True):
+            add_tap(router, tap)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for router, tap in zip(self._routers, self._taps, strict=True):
+            remove_tap(router, tap)
+        self._watch.detach()
+
+    def traces(self) -> list[RoutingTrace]:
+        """Every recording, in the order they began."""
+        return [recording.trace() for recording in self._recordings]
+
+    def trace(self, mask: Tensor | None = None) -> RoutingTrace:
+        """The one recording, as a RoutingTrace [B, T].
+
+        `mask` (bool or 0/1, [B, T] over prompt and response) fixes T and invalidates padding and whatever was
+        routed after EOS. Without it T is the number of routed rows: one less than `generate` returns, since
+        the last sampled token is never routed. Raises RoutingError when there is no recording, or several.
+        """
+        if len(self._recordings) != 1:
+            raise RoutingError(
+                f"trace() expects one recording, got {len(self._recordings)}"
+                + (": use traces()" if self._recordings else ": no forward ran inside record_routing")
+            )
+        trace = self._recordings[0].trace()
+        return trace if mask is None else trace.fit(mask.shape[1]).where(mask)
+
+    def _begin(self, forward: Forward) -> None:
+        self._calls.clear()
+
+    def _routed(self, router: Router, used_NK: Tensor) -> None:
+        if in_recompute():
+            return
+        forward = self._watch.require(router.name, used_NK)
+        compact_NK = used_NK.detach().to(id_dtype(router.num_experts))
+        self._calls.append((router, compact_NK.view(*forward.shape, -1)))
+
+    def _end(self, forward: Forward, output: Any) -> None:
+        silent = {router.name for router in self._routers} - {router.name for router, _ in self._calls}
+        if silent:
+            raise RoutingError(
+                f"the forward never called {sorted(silent)}, so its recording would lack layers"
+            )
+        layer_ids = tuple(router.layer_id for router, _ in self._calls)
+        device = forward.valid.device
+        experts_BTLK = torch.stack([ids_BTK.to(device) for _, ids_BTK in self._calls], dim=2)
+        self._calls.clear()
+        cache = _cache_of(forward, output)
+        recording = self._recording_of(forward.start, cache)
+        if recording is None:
+            recording = _Recording(layer_ids, self._routers[0].num_experts, cache)
+            self._recordings.append(recording)
+        recording.add(forward, experts_BTLK, layer_ids)
+
+    def _recording_of(self, start: int, cache: Any) -> _Recording | None:
+        """The recording that the rows already in `cache` belong to."""
+        if start == 0:
+            return None
+        held = [recording for recording in self._recordings if recording.cache() is cache]
+        return held[-1] if held else None
+
+
+class _RecordTap:
+    forces = False
+
+    def __init__(self, recorder: Recorder, router: Router) -> None:
+        self.recorder, self.router = recorder, router
+
+    def force(self, native_NK: Tensor) -> Tensor:
+        return native_NK
+
+    def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
+        self.recorder._routed(self.router, used_NK)
+
+
+class _Recording:
+    """Chunks of rows that were routed on one cache."""
+
+    def __init__(self, layer_ids: tuple[int, ...], num_experts: int, cache: Any) -> None:
+        self.layer_ids, self.num_experts = layer_ids, num_experts
+        self.cache = (lambda: None) if cache is None else weakref.ref(cache)
+        self._chunks: list[tuple[Forward, Tensor]] = []
+
+    def add(self, forward: Forward, experts_BTLK: Tensor, layer_ids: tuple[int, ...]) -> None:
+        if self._chunks and forward.shape[0] != self._chunks[0][0].shape[0]:
+            raise RoutingError(
+                f"one cache was used with {self._chunks[0][0].shape[0]} and then {forward.shape[0]} "
+                "sequences; record each batch with a cache of its own"
+            )
+        if layer_ids != self.layer_ids:
+            raise RoutingError(
+                f"layers {self.layer_ids} were routed first, then {layer_ids} on the same cache"
+            )
+        self._chunks.append((forward, experts_BTLK))
+
+    def trace(self) -> RoutingTrace:
+        last, sample = self._chunks[-1]
+        B, T = last.shape[0], last.start + last.shape[1]
+        valid_BT = last.valid.new_zeros(B, T)
+        experts_BTLK = sample.new_zeros(B, T, *sample.shape[2:])
+        # A chunk may begin before the end of the one before it: assisted decoding crops rejected rows.
+        for forward, chunk_BTLK in self._chunks:
+            stop = min(forward.start + forward.shape[1], T)
+            rows = slice(forward.start, stop)
+            valid_BT[:, rows] = forward.valid[:, : stop - forward.start]
+            experts_BTLK[:, rows] = chunk_BTLK[:, : stop - forward.start]
+        experts_BTLK[~valid_BT] = 0
+        return RoutingTrace(experts_BTLK, valid_BT, self.layer_ids, self.num_experts)._trusted()
+
+
+def _cache_of(forward: Forward, output: Any) -> Any:
+    """The cache that a forward wrote: the one it got, else the one it made."""
+    if forward.cache is not None:
+        return forward.cache()
+    made = getattr(output, "past_key_values", None)
+    return getattr(output, "cache", None) if made is None else made
