@@ -40,7 +40,7 @@ class CISPO(Objective):
 class DPPOTotalVariation(Objective):
     """sg[min(r, ratio_cap)] A log pi, dropping tokens whose probability moved too far.
 
-    The binary TV form of 2602.04879. Widths bound pi - pi_old, the total variation of "this token or another":
+    The binary TV form of 2602.04879. Widths bound pi - pi_old, the TV of "this token or another":
     a token is dropped when its probability has grown by more than clip_high under A > 0 or shrunk by more
     than clip_low under A < 0.
     """
@@ -60,7 +60,7 @@ class DPPOTotalVariation(Objective):
 class DPPODivergence(Objective):
     """sg[min(r, ratio_cap)] A log pi, dropping tokens by their binary KL.
 
-    The binary KL form of 2602.04879. Widths bound KL(pi_old || pi) of "this token or another" in nats: a token
+    The binary KL form of 2602.04879. Widths bound KL(pi_old || pi) of "this token or another", nats: a token
     is dropped when it exceeds clip_high with pi > pi_old under A > 0, or clip_low with pi < pi_old under
     A < 0.
     """
