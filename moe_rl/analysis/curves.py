@@ -1,7 +1,7 @@
 """Long tables behind the figures: one value a run and point, and means with bands over the seeds."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ Stream = Literal["steps", "updates", "evals"]
 
 
 def run_curves(
-    members: Iterable[Member],
+    members: Sequence[Member],
     column: str,
     stream: Stream = "steps",
     transform: Callable[[pd.Series], pd.Series] | None = None,
@@ -23,29 +23,26 @@ def run_curves(
     """A logged column of every run as rows of arm, seed, x, value; empty where nobody logged it.
 
     x is the step, or for `updates` the number of the update inside its batch, averaged over the steps.
-    Curves of more than 100 points are averaged over bins of consecutive steps, x being the last of a bin.
+    `steps` of more than 100 rows are averaged over bins of consecutive steps, the same for all runs; x is
+    then the last step of a bin.
     Non-finite values count as missing.
     """
+    width = bin_width(members) if stream == "steps" else 1
     parts = []
     for member in members:
         frame: pd.DataFrame = getattr(member, stream)
         if column not in frame:
             continue
         values = frame[column] if transform is None else transform(frame[column])
-        finite = values.where(np.isfinite(values))
-        if stream == "updates":
-            points = finite.groupby(frame["update"]).mean()
-        else:
-            width = bin_width(frame)
-            x = np.ceil(frame["step"] / width).astype(int) * width
-            points = finite.groupby(x.clip(upper=frame["step"].max())).mean()
+        x = frame["update"] if stream == "updates" else -(-frame["step"] // width) * width
+        points = values.where(np.isfinite(values)).groupby(x).mean()
         parts.append(_rows(member, points.index, points.to_numpy()))
     return _join(parts)
 
 
-def bin_width(frame: pd.DataFrame) -> int:
-    """How many consecutive rows a point of a curve averages."""
-    return max(1, math.ceil(len(frame) / MAX_POINTS))
+def bin_width(members: Iterable[Member]) -> int:
+    """How many consecutive steps a point of `run_curves` averages, set by the longest run."""
+    return max(1, math.ceil(max(len(member.steps) for member in members) / MAX_POINTS))
 
 
 def layer_curves(members: Iterable[Member], column: str) -> pd.DataFrame:

@@ -66,8 +66,8 @@ def _reading(panels: Sequence[Panel], band: pd.DataFrame, comparison: Comparison
         yield "Band, 5 seeds or more: 95 % percentile bootstrap interval of the mean."
     if RANGE in kinds:
         yield "Band, fewer than 5 seeds: smallest to largest seed, not a confidence interval."
-    width = max(bin_width(member.steps) for member in comparison.members)
-    if width > 1 and any(panel.xlabel == STEP for panel in panels):
+    width = bin_width(comparison.members)
+    if width > 1 and any(panel.xlabel == STEP and not panel.markers for panel in panels):
         yield f"A point is the mean of up to {width} consecutive steps."
     if any(panel.ended for panel in panels):
         yield "×: where a run that is not done ends; the mean goes on over the others."

@@ -35,8 +35,9 @@ figure img { max-width: 100%; height: auto } figcaption, .note, small { color: #
 figcaption, .note { font-size: .9rem } .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0 }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top }
-thead th { border-bottom: 2px solid #999; white-space: nowrap } 
-td small { display: block; white-space: nowrap } code, pre { font-size: .85rem; background: #f4f4f4 }
+thead th { border-bottom: 2px solid #999; white-space: nowrap }
+table.equal { table-layout: fixed; width: 100% } td small { display: block; white-space: nowrap }
+code, pre { font-size: .85rem; background: #f4f4f4 }
 pre { padding: .7rem; overflow-x: auto } .failed { color: #a40000 } .unfinished { color: #8a5a00 }
 """
 
@@ -150,7 +151,7 @@ def _commit(environment: dict[str, Any]) -> str:
 def _machine(environment: dict[str, Any]) -> str:
     return (
         f"{environment.get('platform', 'platform not recorded')}, {environment.get('cpu_count', '?')} CPUs, "
-        f"torch threads {environment.get('torch_threads', '?')}"
+        f"torch threads {environment.get('torch_threads') or 'not set'}"
     )
 
 
@@ -276,8 +277,8 @@ def _reproduce(sections: Sequence[Section], command: str) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], layout: str = "") -> str:
     """A table of cells that are HTML already; the first cell of a row heads it."""
     top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
     lines = (f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return f'<div class="scroll"><table>{top}<tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="scroll"><table class="{layout}">{top}<tbody>{"".join(lines)}</tbody></table></div>'

@@ -155,11 +155,11 @@ def _log_axis(ax: Axes, panel: Panel) -> None:
         ax.axhline(floor, color="#888888", linewidth=0.8, linestyle=":")
         ax.annotate(
             "0",
-            (0, floor),
+            (1, floor),
             xycoords=("axes fraction", "data"),
-            xytext=(-7, 0),
+            xytext=(3, 0),
             textcoords="offset points",
-            ha="right",
+            ha="left",
             va="center",
             fontsize=8.5,
         )

@@ -31,7 +31,7 @@ def three_digits(value: float) -> str:
     """0.200, 12.0, 1234, 3.00e-05: comparable down a column."""
     if value == 0:
         return "0"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 MEASURES = (
@@ -139,7 +139,7 @@ def _collapses(group: pd.DataFrame) -> str:
     hit = group[group["collapse_step"].notna()].sort_values("collapse_step")
     survived = group[group["collapse_step"].isna()]
     steps = sorted({int(step) for step in survived["censored_at"]})
-    horizon = f"none by step {' / '.join(map(str, steps))}"
+    horizon = f"none by step {' and '.join(map(str, steps))}"
     never = int(survived["collapse"].str.contains("never earned").sum())
     parts = []
     if len(hit):
