@@ -33,5 +33,5 @@ class ModelConfig:
             raise ValueError("model.source=checkpoint needs model.path=DIRECTORY_OR_HUB_NAME")
         if self.source == "config" and self.path:
             raise ValueError(
-                f"model.path={self.path} is only read by model=checkpoint: add model=checkpoint, or drop the path"
+                f"model.path={self.path} is read by model=checkpoint only: add model=checkpoint, or drop it"
             )

@@ -57,7 +57,7 @@ def restore_optimizer(
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore) -> int:
-    """Put the run's last good checkpoint back and drop what was logged after it; the steps done, 0 if none."""
+    """Put the last good checkpoint back, drop what was logged after it; the steps done, 0 if none."""
     checkpoint = store.latest_checkpoint()
     if checkpoint is None:
         store.rewind(-1)

@@ -119,9 +119,9 @@ def _train(
                 progress.close()
                 return step, reached
     raise ColdStartError(
-        f"cold start: sampled accuracy {best:.3f} at best in {config.steps} steps on {len(problems)} held-out "
-        f"prompts, cold_start.target_accuracy is {config.target_accuracy}: raise cold_start.steps, lower the "
-        "target, make the task easier, or start from a checkpoint with cold_start.enabled=false"
+        f"cold start: sampled accuracy {best:.3f} at best in {config.steps} steps on {len(problems)} "
+        f"held-out prompts, cold_start.target_accuracy is {config.target_accuracy}: raise cold_start.steps, "
+        "lower the target, make the task easier, or start from a checkpoint with cold_start.enabled=false"
     )
 
 
@@ -158,7 +158,7 @@ def _supervised_step(
 
 
 def supervised_loss(lm: LanguageModel, examples: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Summed cross-entropy (nats) of the answers' tokens given their prompts; examples padded on the right."""
+    """Summed cross-entropy (nats) of the answers' tokens given their prompts; padded on the right."""
     width = max(len(prompt) + len(answer) for prompt, answer in examples)
     ids_BT = torch.full((len(examples), width), lm.pad_id)
     labels_BT = torch.full_like(ids_BT, -100)

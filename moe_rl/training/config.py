@@ -131,6 +131,7 @@ class TrainConfig:
             ("evaluation.every", self.evaluation.every),
             ("evaluation.prompts", self.evaluation.prompts),
             ("cold_start.eval_every", self.cold_start.eval_every),
+            ("optim.microbatch", self.optim.microbatch or (1 if self.optim.microbatch is None else 0)),
         ):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")

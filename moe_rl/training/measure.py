@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean as mean
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +85,7 @@ def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[flo
 
 
 def load_metrics(trace: RoutingTrace) -> dict[str, float]:
-    """Expert load imbalance of π_old: the busiest expert's load over the mean load, minus 1, mean of layers."""
+    """Load imbalance of π_old: the busiest expert's load over the mean load, minus 1, mean of layers."""
     return {"load/max_violation": max_violation(expert_load(trace))}
 
 

@@ -1,4 +1,4 @@
-"""The teacher-forced forward: the one path on which old and new log-probabilities and routing are computed."""
+"""The teacher-forced forward: the one path of old and new log-probabilities and of measured routing."""
 
 from __future__ import annotations
 

@@ -39,15 +39,12 @@ def sample_responses(
     """
     device = lm.model.device
     prompt_ids, prompt_mask = (t.to(device) for t in left_pad(prompts, lm.pad_id))
-    greedy = temperature == 0
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     output = lm.model.generate(
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
         generation_config=GenerationConfig(
-            do_sample=not greedy,
-            temperature=1.0 if greedy else temperature,
-            top_k=0,
-            top_p=1.0,
+            **(sampling if temperature > 0 else {"do_sample": False}),
             max_new_tokens=max_new_tokens,
             eos_token_id=list(lm.stop_ids),
             pad_token_id=lm.pad_id,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from moe_rl.objectives import Objective
 from moe_rl.routing import RoutingTrace, expert_change, replay_routing
 from moe_rl.routing.drift import ExpertChange
-from moe_rl.routing.replay import RoutingReplay
+from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import OptimConfig, TrainConfig
 from moe_rl.training.measure import drift_metrics
@@ -66,7 +66,7 @@ def make_optimizer(policy: PreTrainedModel, config: OptimConfig) -> torch.optim.
 
 def routing_of(
     policy: PreTrainedModel, trace: RoutingTrace | None, rows: slice, source: str | None
-) -> AbstractContextManager[RoutingReplay | None]:
+) -> AbstractContextManager[Replay | None]:
     """Native routing, or π_old's experts forced for these rows; held open until after backward."""
     if source is None or trace is None:
         return nullcontext()

@@ -1,0 +1,29 @@
+import pytest
+
+from moe_rl.training.config import ColdStartConfig, OptimConfig, ReplayConfig, RolloutConfig, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TrainConfig(rollout=RolloutConfig(top_p=0.9)), "top_p=0.9.*truncated sampler"),
+        (TrainConfig(rollout=RolloutConfig(top_k=20)), "top_k=20.*truncated sampler"),
+        (TrainConfig(rollout=RolloutConfig(temperature=0.0)), "temperature=0.0.*above 0"),
+        (TrainConfig(rollout=RolloutConfig(responses=1)), "responses=1.*at least 2"),
+        (TrainConfig(rollout=RolloutConfig(prompts=6)), "prompts=6 is not a multiple of optim.minibatches=4"),
+        (TrainConfig(optim=OptimConfig(lr=-1.0)), "optim.lr=-1.0"),
+        (TrainConfig(optim=OptimConfig(microbatch=0)), "optim.microbatch=0"),
+        (TrainConfig(replay=ReplayConfig(source="rolout")), "replay.source='rolout'.*old_policy"),
+        (TrainConfig(cold_start=ColdStartConfig(target_accuracy=35)), "target_accuracy=35.*fraction"),
+        (TrainConfig(steps=0), "steps=0.*at least 1"),
+    ],
+)
+def test_contradictory_options_are_one_clear_line(config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        config.check()
+    assert "\n" not in str(error.value)
+
+
+def test_the_papers_defaults_pass():
+    TrainConfig().check()
+    assert TrainConfig().optim.minibatches == 4
