@@ -1,7 +1,7 @@
 """When a run collapsed: one documented rule, applied the same way while training and afterwards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WINDOW, FRACTION, PATIENCE = 5, 0.5, 5  # steps, of the best so far, steps in a row
@@ -29,9 +29,9 @@ class Collapse:
 
 
 def detect_collapse(
-    rewards: Sequence[float],
-    losses: Sequence[float] = (),
-    grad_norms: Sequence[float] = (),
+    rewards: Iterable[float],
+    losses: Iterable[float] = (),
+    grad_norms: Iterable[float] = (),
     *,
     window: int = WINDOW,
     fraction: float = FRACTION,
@@ -46,8 +46,9 @@ def detect_collapse(
     amounts above zero: while the best trailing mean is not positive nothing was earned, so nothing can
     collapse, and the run is "never earned reward" rather than collapsed.
     """
+    rewards = list(rewards)
+    series = (("reward", rewards), ("loss", list(losses)), ("gradient norm", list(grad_norms)))
     best, bad_in_a_row = -math.inf, 0
-    series = (("reward", rewards), ("loss", losses), ("gradient norm", grad_norms))
     for index in range(len(rewards)):
         for name, values in series:
             if index < len(values) and not math.isfinite(values[index]):

@@ -1,7 +1,7 @@
 """Which runs may be averaged: same experiment, model, task and configuration, different seed."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from moe_rl.store import Run
 ARM_ORDER = ("grpo", "grpo+replay", "gspo")
 RULE = {"window": WINDOW, "fraction": FRACTION, "patience": PATIENCE}
 # what may differ between runs of one arm without making them another arm
-SEED_AND_MACHINE = ("seed", "device", "threads")
+NOT_COMPARED = ("seed", "device", "threads", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,12 @@ def collapse_rule(run: Run) -> dict[str, Any]:
     return {key: given.get(key, default) for key, default in RULE.items()}
 
 
+def differing_settings(comparison: Comparison) -> list[str]:
+    """Dotted keys that differ between the members, besides what makes an arm (objective and replay)."""
+    keys = _differing([_flatten(member.run.config) for member in comparison.members])
+    return [key for key in keys if key != "arm" and not key.startswith(("objective.", "replay."))]
+
+
 def _comparison(key: tuple[str, str, str], runs: list[Run]) -> Comparison:
     labels = _arm_labels(runs)
     kept: dict[tuple[str, int | None], Member] = {}
@@ -113,17 +119,21 @@ def _arm_labels(runs: list[Run]) -> dict[Run, str]:
     for arm in {run.arm for run in runs}:
         same = [run for run in runs if run.arm == arm]
         flat = {run: _flatten(run.config) for run in same}
-        keys = sorted({key for settings in flat.values() for key in settings})
-        differing = [key for key in keys if len({flat[run].get(key) for run in same}) > 1]
+        differing = _differing(flat.values())
         for run in same:
             settings = [f"{key}={flat[run].get(key, 'absent')}" for key in differing]
             labels[run] = f"{arm} ({', '.join(settings)})" if settings else arm
     return labels
 
 
+def _differing(settings: Collection[dict[str, str]]) -> list[str]:
+    keys = sorted({key for flat in settings for key in flat})
+    return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
+
+
 def _flatten(config: dict[str, Any]) -> dict[str, str]:
     frame = pd.json_normalize(config)
-    return {str(key): str(frame[key].iloc[0]) for key in frame if key not in SEED_AND_MACHINE}
+    return {str(key): str(frame[key].iloc[0]) for key in frame if key not in NOT_COMPARED}
 
 
 def _load(run: Run, arm: str) -> Member:

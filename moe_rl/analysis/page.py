@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from moe_rl.analysis.comparison import Comparison, collapse_rule, setting
+from moe_rl.analysis.comparison import Comparison, collapse_rule, differing_settings, setting
 from moe_rl.analysis.figures import Drawn
+from moe_rl.analysis.statistics import BOOTSTRAP, RANGE
 from moe_rl.analysis.tables import MEASURES, Measure, three_digits
 
 SETTINGS = {
@@ -110,7 +111,8 @@ def _overview(comparison: Comparison) -> str:
         ("Arms", ", ".join(comparison.arms)),
         ("Seeds", _distinct(sorted(str(run.seed) for run in runs))),
     ]
-    rows += [(label, _by_arm(comparison, key)) for key, label in SETTINGS.items()]
+    others = {key: f"{key} (differs)" for key in differing_settings(comparison) if key not in SETTINGS}
+    rows += [(label, _by_arm(comparison, key)) for key, label in (SETTINGS | others).items()]
     rows += [
         ("Commit", _distinct(_commit(found) for found in environments)),
         ("torch", _distinct(str((found.get("versions") or {}).get("torch", "–")) for found in environments)),
@@ -169,17 +171,19 @@ def _arms(arms: pd.DataFrame) -> str:
             )
             rows.append(["… relative to grpo", *times])
     rows.append(["Collapse", *(escape(arm["collapse"]) for arm in columns)])
-    note = (
-        "Mean over seeds; below it "
-        + _distinct(
-            f"the {name}" if name != "one seed" else "nothing, for one seed" for name in arms["interval"]
-        )
-        + ". Fewer than five seeds support no confidence interval, so a range is given. "
-        "Runs that are not done count as far as they got."
-    )
-    return (
-        _table(["", *(escape(arm["arm"]) for arm in columns)], rows) + f'<p class="note">{escape(note)}</p>'
-    )
+    note = f"{_around(set(arms['interval']))} Runs that are not done count as far as they got."
+    layout = "equal" if len(columns) < 6 else ""
+    table = _table(["", *(escape(arm["arm"]) for arm in columns)], rows, layout)
+    return f'{table}<p class="note">{escape(note)}</p>'
+
+
+def _around(intervals: set[str]) -> str:
+    """What the small numbers of a cell are."""
+    named = " or ".join(f"the {name}" for name in (BOOTSTRAP, RANGE) if name in intervals)
+    if not named:
+        return "One seed: nothing is known of the spread between seeds."
+    reason = ", since fewer than five seeds support no confidence interval" if RANGE in intervals else ""
+    return f"Mean over seeds; below it {named}{reason}."
 
 
 def _seeds(arm: pd.Series) -> str:

@@ -126,7 +126,7 @@ def draw_bars(ax: Axes, panel: Panel, look: Mapping[str, Look]) -> None:
         ax.bar(position, np.maximum([height], floor), color=look[arm].color, alpha=0.55, width=0.6)
         ax.plot([position] * len(values), np.maximum(values, floor), "o", color="#333333", markersize=3.5)
         ax.annotate(
-            f"{height:.2g}",
+            f"{height:.3g}",
             (position, np.maximum(values, floor).max()),
             xytext=(0, 6),
             textcoords="offset points",

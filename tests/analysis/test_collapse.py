@@ -1,5 +1,6 @@
 import math
 
+import pandas as pd
 import pytest
 
 from moe_rl.analysis.collapse import Collapse, detect_collapse
@@ -19,6 +20,12 @@ def test_defaults_by_hand() -> None:
     rewards = [0.8] * 10 + [0.0] * 7
     assert detect_collapse(rewards).step == 17
     assert detect_collapse(rewards[:16]) == Collapse(None, 16, "none")
+
+
+def test_columns_of_a_frame_are_series_too() -> None:
+    rewards = pd.Series([0.8] * 10 + [0.0] * 7, index=range(1, 18))
+    assert detect_collapse(rewards, rewards, rewards).step == 17
+    assert detect_collapse(pd.Series([0.0, 0.0])).reason == "never earned reward"
 
 
 def test_bad_steps_must_be_consecutive() -> None:

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from moe_rl.analysis.comparison import collapse_rule, compare
+from moe_rl.analysis.comparison import collapse_rule, compare, differing_settings
 from moe_rl.store import Run
 
 
@@ -34,6 +34,19 @@ def test_runs_of_one_arm_with_other_settings_are_not_averaged(make_run: Callable
     (comparison,) = compare([*runs, make_run("gspo", arm="gspo", optim={"lr": 1e-4})])
     assert comparison.arms == ["grpo (optim.lr=0.0001)", "grpo (optim.lr=0.001)", "gspo"]
     assert [member.run for member in comparison.of("grpo (optim.lr=0.001)")] == runs[2:]
+
+
+def test_settings_in_which_arms_differ_besides_objective_and_replay_are_named(
+    make_run: Callable[..., Run],
+) -> None:
+    runs = [
+        make_run("a", seed=0, checkpoint_every=5),
+        make_run(
+            "b", arm="gspo", seed=1, objective={"name": "gspo"}, task={"name": "sort", "max_length": 20}
+        ),
+    ]
+    (comparison,) = compare(runs)
+    assert differing_settings(comparison) == ["task.max_length"]
 
 
 def test_a_repeated_seed_counts_once_and_the_longer_run_stays(make_run: Callable[..., Run]) -> None:

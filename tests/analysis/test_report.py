@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import experiments.report
 from experiments.report import main, parse
 from moe_rl.store import Run, RunStore
 
@@ -104,12 +105,21 @@ def test_runs_without_any_step_still_make_a_page(make_run: Callable[..., Run], t
     assert "No step was recorded yet" in page.text and "unfinished 0 of 20" in page.text
 
 
-def test_runs_take_a_comma_list_and_globs(make_run: Callable[..., Run], tmp_path: Path) -> None:
-    for seed in range(3):
-        make_run(f"seed{seed}", seed=seed)
+def test_runs_take_a_comma_list_and_globs(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [make_run(f"seed{seed}", seed=seed) for seed in range(3)]
+    calls: list[tuple[list[Run], Path, str]] = []
+
+    def write(runs: list[Run], out: Path, command: str) -> Path:
+        calls.append((runs, out, command))
+        return out / "index.html"
+
+    monkeypatch.setattr(experiments.report, "write_report", write)
     runs = tmp_path / "runs"
     main([f"runs={runs}/seed0,{runs}/seed[12]"])
-    assert pd.read_csv(runs / "report" / "tables" / "runs.csv")["seed"].tolist() == [0, 1, 2]
+    command = f"python -m experiments.report 'runs={runs}/seed0,{runs}/seed[12]'"
+    assert calls == [(made, runs / "report", command)]
 
 
 def test_wrong_arguments_and_missing_runs_are_explained(tmp_path: Path) -> None:
@@ -126,7 +136,8 @@ def test_wrong_arguments_and_missing_runs_are_explained(tmp_path: Path) -> None:
 def test_the_command_runs_and_imports_no_torch(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run: Run = make_run("a")
     code = (
-        "import sys; from experiments.report import main\n"
+        "import sys; import experiments.report
+from experiments.report import main\n"
         "main([f'runs={sys.argv[1]}', f'out={sys.argv[2]}'])\n"
         "print(sorted({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
     )
