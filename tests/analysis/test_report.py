@@ -136,8 +136,7 @@ def test_wrong_arguments_and_missing_runs_are_explained(tmp_path: Path) -> None:
 def test_the_command_runs_and_imports_no_torch(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run: Run = make_run("a")
     code = (
-        "import sys; import experiments.report
-from experiments.report import main\n"
+        "import sys; from experiments.report import main\n"
         "main([f'runs={sys.argv[1]}', f'out={sys.argv[2]}'])\n"
         "print(sorted({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
     )
