@@ -77,7 +77,7 @@ class MismatchCorrection:
         if self.action == "truncate":
             weights_BT = log_weight_BT.clamp(log_low, log_high).exp()
         elif self.action == "zero":
-            weights_BT = masked(log_weight_BT, inside_BT).exp().masked_fill(~inside_BT, 0)
+            weights_BT = log_weight_BT.exp().masked_fill(~inside_BT, 0)
         else:
             weights_BT, kept_BT = torch.ones_like(log_weight_BT), mask_BT & inside_BT
         weights_BT = masked(weights_BT, kept_BT)

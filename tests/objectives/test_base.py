@@ -226,6 +226,18 @@ def test_weights_scale_each_token_and_carry_no_gradient(make_batch):
     assert weights.grad is None
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_only_the_new_log_probabilities_get_a_gradient(name, make_batch):
+    """So that passing one tensor twice, on-policy, is the policy gradient and not a constant."""
+    logp, _, advantages, mask = make_batch()
+    advantages.requires_grad_()
+    loss, _ = get_objective(name)(logp, logp, advantages, mask)
+    loss.backward()
+    expected = -advantages.detach()[:, None] * mask / mask.sum(1, keepdim=True) / len(mask)
+    torch.testing.assert_close(logp.grad, expected, rtol=0, atol=1e-15)
+    assert advantages.grad is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -54,3 +54,10 @@ def test_kl_estimates_are_old_against_new():
     exact = (old * (old / new).log()).sum().item()
     assert metrics["kl/k1"] == pytest.approx(exact, abs=1e-12)
     assert metrics["kl/k3"] == pytest.approx(exact, abs=1e-12)
+
+
+def test_a_response_without_tokens_has_no_ratio():
+    metrics = metrics_of([[math.log(2)], [math.log(4)], [0.0]], [[1], [1], [0]])
+    assert metrics["ratio/sequence_mean"] == pytest.approx(3, abs=1e-12)
+    assert metrics["ratio/sequence_min"] == pytest.approx(2, abs=1e-12)
+    assert metrics["ratio/product_log_std"] == pytest.approx(math.log(2) / 2, abs=1e-12)
