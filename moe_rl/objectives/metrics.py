@@ -22,9 +22,10 @@ def policy_metrics(batch: Batch, clipped_BT: Tensor, outside_BT: Tensor) -> dict
 
     clipped_BT: bool, the token's gradient is clipped away (sign-aware). outside_BT: bool, its ratio lies
     outside the interval, whatever the sign of its advantage. For a sequence objective every token of a
-    response carries the response's flag, which makes `clip_frac/token` verl's and the paper's token-weighted
-    count. `clip_frac/sequence` is the mean over responses of each one's share of clipped tokens: for sequence
-    objectives the share of clipped responses (TRL's count), for token objectives slime's per-sample mean.
+    response carries the response's flag, which makes `clip_frac/token` verl's token-weighted count, and that
+    of the paper's Figure 2 ("fractions of clipped tokens"; it prints no formula). `clip_frac/sequence` is the
+    mean over responses of each one's share of clipped tokens: for sequence objectives the share of clipped
+    responses (TRL's count), for token objectives slime's per-sample mean.
     A response without tokens counts as one with nothing clipped, and is left out of the ratio statistics.
     A batch without response tokens reports ratios and effective shares of 1, and 0 for all else.
     Effective sample sizes are shares of the number of tokens or responses; `product` is the sequence ratio
