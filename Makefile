@@ -25,7 +25,7 @@ demo: .venv/installed
 	$(BIN)/python -m experiments.report runs=outputs/demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest

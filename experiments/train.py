@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hydra
 import torch
+import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -58,24 +59,45 @@ def run(cfg: DictConfig, path: Path) -> None:
     config = train_config(cfg)
     task, objective = build_task(cfg), build_objective(cfg)
     torch.set_num_threads(config.threads)
+    transformers.logging.set_verbosity_error()  # its advice is for callers of generate(); ours is fixed
+    transformers.logging.disable_progress_bar()
+    bar = terminal_line()
     with RunStore.open(path, run_config(cfg)) as store:
         lm = load_model(config.model, task.default_tokenizer, config.device)
-        warm = start(lm, task, config, cfg)
-        train(lm, task, objective, config, store)
+        warm = start(lm, task, config, cfg, bar)
+        title = f"{config.arm} seed {config.seed}"
+        train(lm, task, objective, config, store, title=title, bar=bar)
         lm.save(path / "final")
         store.finish(summary(path, lm, config) | warm)
 
 
-def start(lm: LanguageModel, task: Task, config: Config, cfg: DictConfig) -> dict[str, object]:
+def terminal_line() -> int:
+    """The line of this run's progress bar: runs of a parallel sweep share one terminal."""
+    hydra_config = HydraConfig.get()
+    jobs = hydra_config.launcher.get("n_jobs", 1)
+    if hydra_config.mode != RunMode.MULTIRUN or jobs == 1:
+        return 0
+    return hydra_config.job.num % (jobs if jobs > 0 else os.cpu_count() or 1)
+
+
+def start(lm: LanguageModel, task: Task, config: Config, cfg: DictConfig, bar: int) -> dict[str, object]:
     """The cold start, shared by every run with the same model, task and warm-up options."""
     if not config.cold_start.enabled:
         return {}
     whole = run_config(cfg)
-    limits = {"temperature": config.rollout.temperature, "max_new_tokens": config.rollout.max_new_tokens}
-    identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")} | limits
+    temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
+    identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")}
+    identity["rollout"] = [temperature, max_new_tokens]
     warm = cold_start(
-        lm, task, config.cold_start, **limits, identity=identity, cache=Path(config.output) / "cold_starts"
-    )  # fmt: skip
+        lm,
+        task,
+        config.cold_start,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        identity=identity,
+        cache=Path(config.output) / "cold_starts",
+        bar=bar,
+    )
     return {"cold_start_steps": warm.steps, "cold_start_accuracy": warm.accuracy}
 
 

@@ -62,12 +62,13 @@ def load_model(
     else:
         tokenizer = default_tokenizer()
         model = _from_config(config, tokenizer, dtype)
-    return prepare(model.to(device), tokenizer)
+    model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to
+    return prepare(model, tokenizer)
 
 
 def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
     """Check that model and tokenizer fit and can be trained, and find out how responses end."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > vocabulary:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {vocabulary} rows: "

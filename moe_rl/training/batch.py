@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class RolloutBatch:
 
     def __getitem__(self, rows: slice) -> RolloutBatch:
         """The same batch for some sequences."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return RolloutBatch(**{k: v[rows] if isinstance(v, Tensor) else v for k, v in values.items()})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt_length"}
+        return replace(self, **{name: tensor[rows] for name, tensor in tensors.items()})
 
     @property
     def position_ids_BT(self) -> Tensor:

@@ -49,8 +49,10 @@ def cold_start(
     max_new_tokens: int,
     identity: dict[str, Any],
     cache: Path,
+    bar: int = 0,
 ) -> ColdStart:
     """Bring `lm.model` to the cold start, from `cache` if it is there; `identity` names what it depends on.
+    `bar` is the line of its progress bar.
 
     One process computes it while others wait for it. Raises `ColdStartError` when `config.steps` pass without
     the target accuracy; nothing is cached then.
@@ -60,7 +62,7 @@ def cold_start(
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path):
         if not (path / "result.json").exists():
-            steps, reached = _train(lm, task, config, temperature, max_new_tokens)
+            steps, reached = _train(lm, task, config, temperature, max_new_tokens, bar)
             _save(path, lm, {"steps": steps, "accuracy": reached, "identity": identity})
         # Always through the file, so that a run that trained it and a run that found it start alike.
         restore_model(lm.model, load_file(path / "model.safetensors"))
@@ -93,14 +95,22 @@ def _save(path: Path, lm: LanguageModel, result: dict[str, Any]) -> None:
 
 
 def _train(
-    lm: LanguageModel, task: Task, config: ColdStartConfig, temperature: float, max_new_tokens: int
+    lm: LanguageModel, task: Task, config: ColdStartConfig, temperature: float, max_new_tokens: int, bar: int
 ) -> tuple[int, float]:
     """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
     lm.model.eval()  # no dropout, as in RL
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     problems = held_out(task, config.eval_prompts)
     best = 0.0
-    progress = tqdm(range(1, config.steps + 1), desc="cold start", unit="step", disable=None)
+    progress = tqdm(
+        range(1, config.steps + 1),
+        "cold start",
+        unit="step",
+        position=bar,
+        dynamic_ncols=True,
+        leave=False,
+        disable=None,
+    )
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)

@@ -40,8 +40,19 @@ from moe_rl.training.update import Update, gradient_update, make_optimizer
 PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the task's stream
 
 
-def train(lm: LanguageModel, task: Task, objective: Objective, config: TrainConfig, store: RunStore) -> None:
+def train(
+    lm: LanguageModel,
+    task: Task,
+    objective: Objective,
+    config: TrainConfig,
+    store: RunStore,
+    *,
+    title: str = "train",
+    bar: int = 0,
+) -> None:
     """Train `lm.model` in place for `config.steps` steps, logging to `store`; resumes from its checkpoint.
+
+    `title` names the progress bar and `bar` is its line, for runs that share a terminal.
 
     Stops early, with the step's record written, at a loss or gradient norm that is not finite; the update
     that met it is not applied. Raises `ValueError` for replay on a model without MoE layers.
@@ -61,7 +72,14 @@ def train(lm: LanguageModel, task: Task, objective: Objective, config: TrainConf
         evaluate(lm, task, config, store, step=0)
 
     progress = tqdm(
-        range(done + 1, config.steps + 1), initial=done, total=config.steps, unit="step", disable=None
+        range(done + 1, config.steps + 1),
+        title,
+        initial=done,
+        total=config.steps,
+        unit="step",
+        position=bar,
+        dynamic_ncols=True,
+        disable=None,  # off when not a terminal
     )
     for step in progress:
         clock = PhaseClock()

@@ -40,7 +40,7 @@ def sample_responses(
     device = lm.model.device
     prompt_ids, prompt_mask = (t.to(device) for t in left_pad(prompts, lm.pad_id))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    output = lm.model.generate(
+    output = lm.model.generate(  # type: ignore[operator]  # a mixin that torch's stubs take for a tensor
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
         generation_config=GenerationConfig(

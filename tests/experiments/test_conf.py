@@ -1,0 +1,77 @@
+"""Every file under conf/ composes, and what it composes to can be built."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from experiments.config import arm_name, build_objective, build_task, register, run_id, train_config
+from experiments.train import CONF
+
+GROUPS = sorted(p.relative_to(CONF) for p in Path(CONF).glob("*/*.yaml"))
+NEEDS = {  # what a group's file leaves to the user
+    "task/jsonl": ["task.path=problems.jsonl"],
+    "task/reasoning_gym": ["task.family=chain_sum"],
+    "model/checkpoint": ["model.path=checkpoint"],
+}
+
+
+def composed(*overrides):
+    register()
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def test_there_is_something_to_compose():
+    assert len(GROUPS) > 20
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=str)
+def test_every_file_composes(path):
+    group, name = path.parts[0], path.stem
+    cfg = composed(f"{group}={name}", *NEEDS.get(f"{group}/{name}", []))
+    config = train_config(cfg)
+    build_objective(cfg)
+    if cfg.task.name not in ("jsonl", "reasoning_gym"):  # these read a file, need an extra
+        build_task(cfg)
+    if group == "experiment":
+        assert config.experiment == name, "an experiment's runs go to the folder of its name"
+    if group in ("task", "objective"):
+        assert cfg[group].name == name
+
+
+def test_the_defaults_are_the_papers():
+    assert build_objective(composed("objective=grpo")).clip_low == 0.2
+    assert build_objective(composed("objective=grpo")).clip_high == 0.27
+    assert build_objective(composed("objective=gspo")).clip_low == 3e-4
+    assert build_objective(composed("objective=gspo")).clip_high == 4e-4
+    assert composed().optim.minibatches == 4
+
+
+def test_arms():
+    assert [arm_name("grpo", None), arm_name("grpo", "old_policy"), arm_name("gspo", None)] == [
+        "grpo",
+        "grpo+replay",
+        "gspo",
+    ]
+    cfg = composed("arm=grpo_replay")
+    assert (cfg.arm, cfg.objective.name, cfg.replay.source) == ("grpo+replay", "grpo", "old_policy")
+
+
+def test_run_id_names_everything_but_the_seed_and_the_folder():
+    base = run_id(composed())
+    assert run_id(composed("seed=7")) == base
+    assert run_id(composed("output=elsewhere")) == base
+    assert run_id(composed("launcher=basic")) == base
+    others = [
+        run_id(composed(change))
+        for change in ("optim.lr=1e-3", "steps=61", "objective=gspo", "task.max_length=21")
+    ]
+    assert len({base, *others}) == 5
+
+
+def test_paper_topology_is_qwen3_30b_a3bs():
+    cfg = OmegaConf.to_container(composed("model=paper_topology").model.config)
+    assert (cfg["num_hidden_layers"], cfg["num_experts"], cfg["num_experts_per_tok"]) == (48, 128, 8)
+    assert cfg["norm_topk_prob"] is True

@@ -1,0 +1,129 @@
+"""The real command line, in subprocesses, on a model that trains in seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.train import main
+from moe_rl.store import Run, find_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=32",
+    "model.config.num_experts=4",
+    "model.config.moe_intermediate_size=16",
+    "+model.config.initializer_range=0.2",
+    "task.min_length=3",
+    "task.max_length=4",
+    "rollout.prompts=4",
+    "rollout.responses=4",
+    "rollout.max_new_tokens=6",
+    "optim.minibatches=2",
+    "evaluation.prompts=8",
+    "evaluation.every=2",
+    "checkpoint_every=2",
+    "cold_start.target_accuracy=0",
+    "cold_start.steps=2",
+    "cold_start.batch_size=8",
+    "cold_start.eval_every=2",
+    "cold_start.eval_prompts=8",
+]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def command(output, *overrides):
+    return [sys.executable, "-m", "experiments.train", *overrides, f"output={output}", *SMALL]
+
+
+def train(output, *overrides):
+    return subprocess.run(
+        command(output, *overrides), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+
+
+def numbers(run: Run, stream):
+    for line in (run.path / f"{stream}.jsonl").read_text().splitlines():
+        yield {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
+
+
+def test_a_sweep_with_a_failing_run(tmp_path):
+    """Two arms and one bad option: the good ones finish, the bad one says why, the exit code tells."""
+    result = train(tmp_path, "-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3,-1.0")
+    assert result.returncode == 1
+    assert result.stderr.count("failed: optim.lr=-1.0 must be") == 2, "each failed run names its reason"
+    assert result.stdout.count(": done\n") == 2
+    runs = {run.arm: run for run in find_runs(tmp_path)}
+    assert set(runs) == {"grpo+replay", "gspo"}
+    for run in runs.values():
+        assert run.status == "done"
+        assert len(run.steps()) == 2
+        assert run.summary["layer_ids"] == [0, 1]
+        assert (run.path / "final" / "model.safetensors").exists()
+    assert len(list((tmp_path / "cold_starts").glob("*/result.json"))) == 1, "one cold start for both"
+    replay = runs["grpo+replay"]
+    assert replay.config["replay"] == {"source": "old_policy"}
+    assert "replay/overridden" in replay.steps()
+
+    # A second time: what is done is left alone.
+    before = {run.arm: (run.path / "steps.jsonl").read_text() for run in runs.values()}
+    again = train(tmp_path, "-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3")
+    assert again.returncode == 0
+    assert again.stdout.count("done already") == 2
+    assert before == {run.arm: (run.path / "steps.jsonl").read_text() for run in find_runs(tmp_path)}
+
+
+def test_kill_9_and_the_same_command_again(tmp_path):
+    whole = train(tmp_path / "whole", "steps=6")
+    assert whole.returncode == 0, whole.stderr
+    process = subprocess.Popen(command(tmp_path / "cut", "steps=6"), cwd=ROOT, env=ENVIRONMENT)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cut").glob("single/*/seed0/checkpoints/step-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (cut,) = find_runs(tmp_path / "cut")
+    assert cut.status == "unfinished"
+    result = train(tmp_path / "cut", "steps=6")
+    assert result.returncode == 0, result.stderr
+    (first,) = find_runs(tmp_path / "whole")
+    for stream in ("steps", "updates", "evals"):
+        assert list(numbers(cut, stream)) == list(numbers(first, stream)), stream
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lrr=1"], "Key 'lrr' not in 'OptimConfig'"),
+        (["optim.minibatches=four"], "could not be converted to Integer"),
+        (["objective=grpoo"], "Could not find 'objective/grpoo'"),
+        (["objective.clip_hi=0.3"], "Key 'clip_hi' not in"),
+        (["rollout.top_p=0.9"], "truncated sampler"),
+        (["rollout.prompts=6", "optim.minibatches=4"], "rollout.prompts=6 is not a multiple"),
+        (["+model.config.num_expert=4"], "Qwen3MoeConfig has no such field"),
+        (["model.config.num_experts_per_tok=1"], "that weight is always 1"),
+        (["model=checkpoint", "model.path=/nowhere"], "cannot be loaded as a causal LM"),
+        (["model.path=/nowhere"], "add model=checkpoint"),
+        (["task.min_length=9", "task.max_length=4"], "min_length"),
+        (["model=dense", "replay=old_policy", "steps=1"], "no MoE layers"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(tmp_path, overrides, message, monkeypatch, capfd):
+    arguments = ["train.py", *overrides, f"output={tmp_path}", "cold_start.enabled=false"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("**/steps.jsonl"))
