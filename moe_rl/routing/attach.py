@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing.gates import run_gate
+from moe_rl.routing.gates import Force, gate_of
 from moe_rl.routing.routers import Router
 
 _TAPS = "_routing_taps"
@@ -21,14 +21,12 @@ _TAPS = "_routing_taps"
 class Tap(Protocol):
     """What one context does at one router."""
 
-    forces: bool  # whether `force` replaces the selection
-
-    def force(self, native_NK: Tensor) -> Tensor:
-        """The ids [N, K] the experts shall get, given the gate's own."""
+    def enter(self) -> Force | None:
+        """The router is about to run: what replaces its selection, None for nothing."""
         ...
 
     def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
-        """The router ran: its own ids and those the experts got."""
+        """The router ran: the ids it chose by itself, and those the experts got."""
         ...
 
 
@@ -38,9 +36,11 @@ class _Instrumented:
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         router, taps = self.__dict__[_TAPS]
-        force = next((tap.force for tap in taps if tap.forces), None)
-        forward = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-        output, native_NK, used_NK = run_gate(router.module, forward, router.num_experts, router.top_k, force)
+        # One of the contexts at most replays. Contexts count calls on entry: where a router spans the
+        # experts, non-reentrant checkpointing may stop a recompute inside it.
+        force = next(filter(None, [tap.enter() for tap in taps]), None)
+        gate = gate_of(router.module)(router.module, router.num_experts, router.top_k, force)
+        output, native_NK, used_NK = gate.run(super().forward, *args, **kwargs)  # type: ignore[misc]
         for tap in taps:
             tap.routed(native_NK, used_NK)
         return output

@@ -107,13 +107,11 @@ class Recorder:
 
 
 class _RecordTap:
-    forces = False
-
     def __init__(self, recorder: Recorder, router: Router) -> None:
         self.recorder, self.router = recorder, router
 
-    def force(self, native_NK: Tensor) -> Tensor:
-        return native_NK
+    def enter(self) -> None:
+        return None
 
     def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
         self.recorder._routed(self.router, used_NK)

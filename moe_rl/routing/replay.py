@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap, taps_of
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
+from moe_rl.routing.gates import Force
 from moe_rl.routing.routers import Router, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 
@@ -55,7 +57,7 @@ class Replay:
         self.hits = 0
 
     def __enter__(self) -> Replay:
-        if any(tap.forces for router in self._routers for tap in taps_of(router)):
+        if any(isinstance(tap, _ReplayTap) for router in self._routers for tap in taps_of(router)):
             raise RoutingError("the model already replays a trace; leave that context first")
         self._watch.attach()
         for router, tap in zip(self._routers, self._taps, strict=True):
@@ -111,8 +113,23 @@ class Replay:
             native_BTLK, valid_BT, trace.layer_ids, trace.num_experts
         )._trusted()
 
-    def _force(self, r: int, native_NK: Tensor) -> Tensor:
-        layer = self._layer(r)
+    def _enter(self, r: int) -> Force:
+        """Look up which layer of the trace the call of router r is that begins now."""
+        passes = self._layers[r]
+        if in_recompute():  # backward meets the passes of a looped model in reverse order
+            layer = passes[-1 - self._recomputed[r] % len(passes)]
+            self._recomputed[r] += 1
+            return functools.partial(self._force, r, layer)
+        self._watch.require(self._routers[r].name)
+        if self._passes[r] == len(passes):
+            raise RoutingError(
+                f"{self._routers[r].name} ran more often in one forward than the trace's {len(passes)} passes"
+            )
+        layer = passes[self._passes[r]]
+        self._passes[r] += 1
+        return functools.partial(self._force, r, layer)
+
+    def _force(self, r: int, layer: int, native_NK: Tensor) -> Tensor:
         experts_NLK, valid_N1 = self._rows(native_NK.device)
         if native_NK.shape[0] != experts_NLK.shape[0]:
             self._watch.require(self._routers[r].name, native_NK)
@@ -120,26 +137,12 @@ class Replay:
 
     def _routed(self, r: int, native_NK: Tensor) -> None:
         if in_recompute():
-            self._recomputed[r] += 1
             return
-        layer = self._layer(r)
+        layer = self._layers[r][self._passes[r] - 1]
         compact_NK = native_NK.detach().to(id_dtype(self._trace.num_experts))
         self._native[layer] = compact_NK.view(*self._trace.valid.shape, -1)
         self._seen.add(layer)
-        self._passes[r] += 1
         self.hits += 1
-
-    def _layer(self, r: int) -> int:
-        """The position l in the trace of the call of router r that runs now."""
-        passes = self._layers[r]
-        if in_recompute():  # backward meets the passes of a looped model in reverse order
-            return passes[-1 - self._recomputed[r] % len(passes)]
-        self._watch.require(self._routers[r].name)
-        if self._passes[r] == len(passes):
-            raise RoutingError(
-                f"{self._routers[r].name} ran more often in one forward than the trace's {len(passes)} passes"
-            )
-        return passes[self._passes[r]]
 
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._on_device:
@@ -160,13 +163,11 @@ class Replay:
 
 
 class _ReplayTap:
-    forces = True
-
     def __init__(self, replay: Replay, r: int) -> None:
         self.replay, self.r = replay, r
 
-    def force(self, native_NK: Tensor) -> Tensor:
-        return self.replay._force(self.r, native_NK)
+    def enter(self) -> Force:
+        return self.replay._enter(self.r)
 
     def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
         self.replay._routed(self.r, native_NK)

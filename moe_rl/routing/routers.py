@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from moe_rl.routing.trace import RoutingError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_PEFT_COPY = re.compile(r"^(.*)\.(?:original_module|modules_to_save\.([^.]+))(?:\.|$)")
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.", re.IGNORECASE)
 
 # Routers that their family does not declare in `_can_record_outputs`.
@@ -42,8 +44,13 @@ def find_routers(model: nn.Module) -> list[Router]:
 
     Finds what the model's own transformers family declares as the source of its router logits. Multi-token
     prediction heads are left out: their layer indices alias those of the decoder. Raises RoutingError for a
-    model without MoE layers.
+    model without MoE layers, and for one with fused kernels in their place.
     """
+    if any(module.use_kernels for module in model.modules() if isinstance(module, PreTrainedModel)):
+        raise RoutingError(
+            f"{type(model).__name__} was loaded with use_kernels=True, whose fused MoE layers read the weight "
+            "of the router and skip its forward: load it with use_kernels=False"
+        )
     routers = _find_routers(model)
     if not routers:
         raise RoutingError(
@@ -89,11 +96,21 @@ def _find_routers(model: nn.Module) -> list[Router]:
             name = name.rpartition(".")[0]
             module = modules[name]
         layer = _LAYER.search(name)
-        if layer is None or _MTP.search(name):
+        if layer is None or _MTP.search(name) or _is_idle_copy(name, modules):
             continue
         found.append(Router(name, module, int(layer[1]), *_sizes(name, module)))
-    # Modules register in the order a decoder layer calls them, layers by their index.
-    return sorted(found, key=lambda router: router.layer_id)
+    # A decoder layer runs its attention first, whatever it registers first (JetMoe has a router in both).
+    return sorted(found, key=lambda router: (router.layer_id, ".self_attention." not in router.name))
+
+
+def _is_idle_copy(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether peft keeps this module beside the copy that runs: the original, or another adapter's."""
+    copied = _PEFT_COPY.match(name)
+    if copied is None:
+        return False
+    wrapper: Any = modules[copied[1]]
+    running = None if wrapper.disable_adapters else next(iter(wrapper.active_adapters), None)
+    return copied[2] != running
 
 
 def _is_named(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -102,7 +119,10 @@ def _is_named(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """What the modeling files of the model declare as the source of `router_logits`."""
-    files = {type(module).__module__ for module in model.modules() if isinstance(module, PreTrainedModel)}
+    models = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    # The file of a base class counts as well: FSDP2 and users derive from a family's classes.
+    families = {base for cls in models for base in cls.__mro__ if issubclass(base, PreTrainedModel)}
+    files = {family.__module__ for family in families} - {PreTrainedModel.__module__}
     return tuple({cls for file in files for cls in _declared_routers(file)})
 
 
