@@ -87,8 +87,8 @@ def from_router_tracer(
     step     only this step; when absent, all steps one after another, as prefill and decode of one sequence.
     tokens, layout  as in `from_megatron`.
     Where the hook saw a routing map, ids come in ascending order instead of by score.
-    Raises RoutingError, also for a layer that a step holds twice (micro-batches, recomputation) and for several
-    ranks.
+    Raises RoutingError, also for a layer that one step holds twice (micro-batches, recomputation) and for
+    records of several ranks.
     Source: megatron/core/transformer/moe/router_trace.py.
     """
     if isinstance(records, str | Path):
@@ -129,6 +129,12 @@ def tracer_steps(
     if any(sorted(layers) != numbers for layers in chosen) or len({ids.shape[2] for ids in stacked}) > 1:
         raise RoutingError(f"{source}: the steps differ in layers or K")
     return np.concatenate(stacked), _decoder_layers(numbers, routing)
+
+
+def tracer_rows(value: Any, routing: ModelRouting, start: int = 0) -> Rows:
+    """Decode all steps of a RouterTracer file's records as one sequence; see `from_router_tracer`."""
+    stacked, layers = tracer_steps(value, routing)
+    return Rows("RouterTracer", stacked, start, layer_ids=layers)
 
 
 def _tracer_ids(record: Mapping[str, Any]) -> np.ndarray:
