@@ -51,7 +51,12 @@ def main(cfg: DictConfig) -> None:
         if isinstance(error, ValueError):
             sys.exit(1)  # the line above says it all
         raise
-    print(f"{shown}: done")
+    evals = Run(path).evals()
+    first, last = evals.iloc[0], evals.iloc[-1]
+    print(
+        f"{shown}: done, held-out greedy accuracy {first['eval/greedy']:.3f} -> {last['eval/greedy']:.3f} "
+        f"at step {last['step']:.0f}; metrics, checkpoints and the final model are there"
+    )
 
 
 def run(cfg: DictConfig, path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_sweep_with_a_failing_run(tmp_path):
     result = train(tmp_path, "-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3,-1.0")
     assert result.returncode == 1
     assert result.stderr.count("failed: optim.lr=-1.0 must be") == 2, "each failed run names its reason"
-    assert result.stdout.count(": done\n") == 2
+    assert result.stdout.count(": done, held-out greedy accuracy") == 2
     runs = {run.arm: run for run in find_runs(tmp_path)}
     assert set(runs) == {"grpo+replay", "gspo"}
     for run in runs.values():
