@@ -47,7 +47,9 @@ class ForwardWatch:
         self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
         models: list[nn.Module] = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        self._modules = models or [model]
+        self._names = {
+            module: list(inspect.signature(module.forward).parameters) for module in models or [model]
+        }
         self.current: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
@@ -55,7 +57,7 @@ class ForwardWatch:
         return ForwardWatch(nn.Module(), lambda forward: None, lambda forward, output: None)
 
     def attach(self) -> None:
-        for module in self._modules:
+        for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, always_call=True))
 
@@ -77,14 +79,16 @@ class ForwardWatch:
         return self.current
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in self._modules or in_recompute():
+        if module not in self._names or in_recompute():
             return
         if self._calls and module is self._calls[0]:
             self._calls.clear()  # the last call ended without its hook, by KeyboardInterrupt
         self._calls.append(module)
         if len(self._calls) == 1:
             self.current = None
-            self.current = read_forward(module, args, kwargs)
+            self.current = read_forward(
+                type(module).__name__, dict(zip(self._names[module], args, strict=False)) | kwargs
+            )
             self._begin(self.current)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -105,15 +109,14 @@ def in_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def read_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+def read_forward(model: str, arguments: dict[str, Any]) -> Forward:
     """B, T, padding and cache of a call, from its own arguments. Raises RoutingError if they do not tell."""
-    arguments = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     inputs = arguments.get("input_ids")
     if inputs is None:
         inputs = arguments.get("inputs_embeds")
     if not isinstance(inputs, Tensor) or inputs.dim() < 2:
         raise RoutingError(
-            f"{type(module).__name__} was called without input_ids [B, T] or inputs_embeds [B, T, D], so the "
+            f"{model} was called without input_ids [B, T] or inputs_embeds [B, T, D], so the "
             "rows of its routing cannot be told apart"
         )
     B, T = inputs.shape[:2]
@@ -121,12 +124,22 @@ def read_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if cache is None:
         cache = arguments.get("cache")
     start = 0 if cache is None else int(cache.get_seq_length())
-    valid_BT = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:  # a 4-D mask tells nothing about padding
+    valid_BT = _valid_rows(arguments.get("attention_mask"), B, T, start).to(inputs.device)
+    return Forward(valid_BT, start, None if cache is None else weakref.ref(cache))
+
+
+def _valid_rows(mask: Any, B: int, T: int, start: int) -> Tensor:
+    """bool [B, T]: the rows of a call that its attention mask does not call padding."""
+    if isinstance(mask, Tensor) and mask.dim() == 2:
         if mask.shape[0] != B or mask.shape[1] < start + T:
             raise RoutingError(
                 f"attention_mask must be [B, {start} cached + {T}] with B = {B}, got {list(mask.shape)}"
             )
-        valid_BT = mask[:, start : start + T].to(inputs.device).bool()
-    return Forward(valid_BT, start, None if cache is None else weakref.ref(cache))
+        return mask[:, start : start + T].bool()
+    # With a static cache `generate` prepares [B, 1, T, cache] masks, in some families one per kind of layer:
+    # bool, or 0 where a token may attend. A token that may not attend to itself is padding.
+    for prepared in mask.values() if isinstance(mask, dict) else [mask]:
+        if isinstance(prepared, Tensor) and prepared.shape[2] == T and prepared.shape[3] >= start + T:
+            itself = prepared[:, 0].diagonal(start, 1, 2)
+            return (itself if itself.dtype == torch.bool else itself == 0).expand(B, T)
+    return torch.ones(B, T, dtype=torch.bool)

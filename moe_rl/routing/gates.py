@@ -2,8 +2,8 @@
 
 The router's own forward runs under a TorchFunctionMode that sees its `topk` over the E scores. Recording
 reads the ids. Replay answers with the scores gathered at the forced ids, so the model's own normalisation,
-scaling and dtype casts run on them unchanged and the gradient reaches the router's parameters. Three kinds of
-gates select by other means and have an adapter here.
+scaling and dtype casts run on them unchanged and the gradient reaches the router's parameters. Gates that
+select by other means have an adapter here.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class HashGate(TopKGate):
         return out
 
 
+class MegaBlocksGate(TopKGate):
+    """MegaBlocks' LearnedRouter: a top-k, or for K = 1 a maximum."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAX and self.top_k == 1 and self._is_scores(args[0]):
+            return self._topk(torch.topk, args[0], 1)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class ProductKeyGate(TopKGate):
     """Doge: experts are pairs of keys, selected among the pairs of keys sorted by score.
 
@@ -166,6 +175,7 @@ class SparseMixerGate(TopKGate):
 _ADAPTERS = {
     "DeepseekV4HashRouter": HashGate,
     "DogeCDMoE": ProductKeyGate,
+    "LearnedRouter": MegaBlocksGate,
     "PhimoeTopKRouter": SparseMixerGate,
 }
 

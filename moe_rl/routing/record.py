@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
-from moe_rl.routing.routers import Router, find_routers
+from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 
 
@@ -34,6 +34,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = find_routers(model)
+        self._num_experts, _ = common_sizes(self._routers)
         self._taps = [_RecordTap(self, router) for router in self._routers]
         self._watch = ForwardWatch(model, self._begin, self._end)
         self._calls: list[tuple[Router, Tensor]] = []
@@ -78,7 +79,7 @@ class Recorder:
         if in_recompute():
             return
         forward = self._watch.require(router.name, used_NK)
-        compact_NK = used_NK.detach().to(id_dtype(router.num_experts))
+        compact_NK = used_NK.detach().to(id_dtype(self._num_experts))
         self._calls.append((router, compact_NK.view(*forward.shape, -1)))
 
     def _end(self, forward: Forward, output: Any) -> None:
@@ -94,7 +95,7 @@ class Recorder:
         cache = _cache_of(forward, output)
         recording = self._recording_of(forward.start, cache)
         if recording is None:
-            recording = _Recording(layer_ids, self._routers[0].num_experts, cache)
+            recording = _Recording(layer_ids, self._num_experts, cache)
             self._recordings.append(recording)
         recording.add(forward, experts_BTLK, layer_ids)
 

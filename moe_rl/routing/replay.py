@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_rl.routing.attach import add_tap, remove_tap, taps_of
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
 from moe_rl.routing.gates import Force
-from moe_rl.routing.routers import Router, find_routers
+from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 
 
@@ -179,12 +179,12 @@ def _layer_table(routers: list[Router], trace: RoutingTrace) -> list[list[int]]:
     The j-th of m routers in a layer is called for the (p m + j)-th occurrence of the layer id in pass p.
     Raises RoutingError when the trace is of another model.
     """
-    for router in routers:
-        if (router.num_experts, router.top_k) != (trace.num_experts, trace.top_k):
-            raise RoutingError(
-                f"the trace is of another model: it selects {trace.top_k} of {trace.num_experts} experts, "
-                f"{router.name} selects {router.top_k} of {router.num_experts}"
-            )
+    num_experts, top_k = common_sizes(routers)
+    if (num_experts, top_k) != (trace.num_experts, trace.top_k):
+        raise RoutingError(
+            f"the trace is of another model: it selects {trace.top_k} of {trace.num_experts} experts, "
+            f"the model {top_k} of {num_experts}"
+        )
     positions: dict[int, list[int]] = {}
     for at, layer in enumerate(trace.layer_ids):
         positions.setdefault(layer, []).append(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.routing.trace import RoutingError
@@ -19,13 +20,24 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 _PEFT_COPY = re.compile(r"^(.*)\.(?:original_module|modules_to_save\.([^.]+))(?:\.|$)")
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.", re.IGNORECASE)
 
-# Routers that their family does not declare in `_can_record_outputs`.
-_UNDECLARED = ("DeepseekV4HashRouter",)
+# Routers that no family declares in `_can_record_outputs`: of DeepSeek-V4, and of MegaBlocks.
+_UNDECLARED = ("DeepseekV4HashRouter", "LearnedRouter")
 # Families whose declared router returns logits only; the module above it selects.
 _SELECTED_BY_PARENT = ("DbrxRouter",)
 # The E columns a router selects over. More specific names come first: LongCat's `num_experts` leaves out its
 # zero experts, Zaya's its skip expert.
-_NUM_EXPERTS_NAMES = ("num_router_classes", "n_routed_experts", "num_experts")
+_NUM_EXPERTS_NAMES = ("num_router_classes", "n_routed_experts", "num_experts", "moe_num_experts")
+_TOP_K_NAMES = ("top_k", "top_k_experts", "moe_top_k")
+# Where probing must know more of a router: the submodule that is its gate, which output depends on the gate
+# weights, and the shape of its tokens.
+_PROBES: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "AfmoeTokenChoiceRouter": ("", 1, (1, 64)),
+    "DbrxFFN": ("router", 0, (1, 64)),
+    "DogeCDMoE": ("router_gate", 0, (1, 64)),
+    "JetMoeTopKGating": ("", 2, (64,)),
+    "Llama4Router": ("", 0, (64,)),
+    "ZayaRouter": ("", 1, (1, 64)),
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,8 @@ def find_routers(model: nn.Module) -> list[Router]:
     """
     if any(module.use_kernels for module in model.modules() if isinstance(module, PreTrainedModel)):
         raise RoutingError(
-            f"{type(model).__name__} was loaded with use_kernels=True, whose fused MoE layers read the weight "
-            "of the router and skip its forward: load it with use_kernels=False"
+            f"{type(model).__name__} was loaded with use_kernels=True, whose fused MoE layers read the "
+            "weight of the router and skip its forward: load it with use_kernels=False"
         )
     routers = _find_routers(model)
     if not routers:
@@ -65,24 +77,43 @@ def has_routers(model: nn.Module) -> bool:
     return bool(_find_routers(model))
 
 
+def common_sizes(routers: list[Router]) -> tuple[int, int]:
+    """(E, K) of all routers. Raises RoutingError when they differ, since a trace has one E and one K."""
+    sizes = {(router.num_experts, router.top_k) for router in routers}
+    if len(sizes) > 1:
+        raise RoutingError(f"the routers of one trace must agree on (E, K), this model has {sorted(sizes)}")
+    return sizes.pop()
+
+
 def router_gets_gradient(router: Router) -> bool:
     """Whether the loss can reach the router's parameters through its gate weights.
 
     With K > 1 it always can. With K = 1 a weight normalised over the selected experts (`norm_topk_prob`, or a
     softmax after the top-k) is 1 whatever the scores are, so its gradient is 0 everywhere. Found by probing:
-    a float32 copy of the router with random parameters scores random tokens; a gate weight that is the same
-    for all of them carries no gradient.
+    a float32 copy of the router, with random parameters and tokens, is differentiated.
     """
     if router.top_k > 1:
         return True
-    probe = copy.deepcopy(router.module).float()
+    probe = copy.deepcopy(router.module).float().cpu().requires_grad_()
+    name = next((cls.__name__ for cls in type(probe).__mro__ if cls.__name__ in _PROBES), "")
+    gate, weights_at, shape = _PROBES.get(name, ("", 1, (64,)))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in probe.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        tokens = torch.randn(64, _input_width(probe), generator=generator)
-        weights = probe(tokens.to(next(probe.parameters()).device))[1]
-    return bool(weights.max() - weights.min() > 1e-3)
+    matrices = [parameter for parameter in probe.get_submodule(gate).parameters() if parameter.dim() == 2]
+    inputs: dict[str, Tensor] = {}
+    for argument in inspect.signature(probe.forward).parameters:
+        if argument.endswith("bias"):
+            inputs[argument] = torch.zeros(router.num_experts)
+        elif argument == "input_ids":
+            inputs[argument] = torch.zeros(shape, dtype=torch.long)
+    output = probe(torch.randn(*shape, matrices[0].shape[-1], generator=generator), **inputs)
+    weights = output if isinstance(output, Tensor) else output[weights_at]
+    loss = weights.square().sum()
+    rounding = 1e-5 * loss.detach()
+    gradients = torch.autograd.grad(loss, matrices, allow_unused=True)
+    return any(gradient is not None and bool(gradient.abs().max() > rounding) for gradient in gradients)
 
 
 def _find_routers(model: nn.Module) -> list[Router]:
@@ -139,18 +170,12 @@ def _declared_routers(modeling_file: str) -> Iterator[type[nn.Module]]:
 
 def _sizes(name: str, module: nn.Module) -> tuple[int, int]:
     """(E, K) of a router, from its attributes or its config's."""
-    config = getattr(module, "config", None)
-    owners = [module, getattr(module, "experts", None), config]
+    owners = [module] + [getattr(module, name, None) for name in ("experts", "config", "args")]
     num_experts = next(
         (getattr(owner, key) for owner in owners for key in _NUM_EXPERTS_NAMES if hasattr(owner, key)), None
     )
     top_k = next(
-        (
-            getattr(owner, key)
-            for owner in owners
-            for key in ("top_k", "top_k_experts")
-            if hasattr(owner, key)
-        ),
+        (getattr(owner, key) for owner in owners for key in _TOP_K_NAMES if hasattr(owner, key)),
         None,
     )
     if num_experts is None or top_k is None:
@@ -158,7 +183,3 @@ def _sizes(name: str, module: nn.Module) -> tuple[int, int]:
             f"{name} ({type(module).__name__}) does not say how many experts it has and selects"
         )
     return int(num_experts), int(top_k)
-
-
-def _input_width(router: nn.Module) -> int:
-    return next(parameter.shape[-1] for parameter in router.parameters() if parameter.dim() == 2)

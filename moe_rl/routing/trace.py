@@ -83,13 +83,13 @@ class RoutingTrace:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> RoutingTrace:
         """The same trace for some sequences; an int keeps the batch dimension."""
-        if isinstance(rows, int):
-            if not -len(self.valid) <= rows < len(self.valid):
-                raise RoutingError(f"sequence {rows} is not in a trace of {len(self.valid)} sequences")
-            rows = [rows]
-        index = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.experts.device)
-        if isinstance(index, Tensor) and index.numel() == 0:
-            index = index.long()
+        if isinstance(rows, slice):
+            return self._derive(experts=self.experts[rows], valid=self.valid[rows])
+        index = torch.as_tensor(rows, device=self.experts.device).reshape(-1)
+        index = index.nonzero().squeeze(1) if _is_bool(index) else index.long()
+        B = len(self.valid)
+        if index.numel() and not -B <= int(index.min()) <= int(index.max()) < B:
+            raise RoutingError(f"sequences {index.tolist()} are not all in a trace of {B} sequences")
         return self._derive(experts=self.experts[index], valid=self.valid[index])
 
     def where(self, mask_BT: Tensor) -> RoutingTrace:

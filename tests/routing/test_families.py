@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_rl.routing import RoutingTrace, find_routers, record_routing, replay_routing
+from moe_rl.routing import RoutingTrace, find_routers, record_routing, replay_routing, router_gets_gradient
 
 COMMON = dict(
     vocab_size=64,
@@ -177,24 +177,26 @@ FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) f
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def configure(family: str) -> PreTrainedConfig:
+def configure(family: str, **changes: object) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     fields = {field.name for field in dataclasses.fields(config_class)}
     if "text_config" in fields:
         vision = dict(
             hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
         )
-        text = configure(f"{family}_text").to_dict()
+        text = configure(f"{family}_text", **changes).to_dict()
         return config_class(text_config=text, vision_config=vision, audio_config=None)
     common = {name: value for name, value in COMMON.items() if name in fields}
-    return config_class(**common | SETTINGS.get(family, {}))
+    return config_class(
+        **common | SETTINGS.get(family, {}) | {k: v for k, v in changes.items() if k in fields}
+    )
 
 
-def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
     """A tiny model whose gates are far from uniform, whose selection biases and token tables are not zero."""
     torch.manual_seed(0)
     # Weights drawn in float32: some families keep parts of a bfloat16 model in float32.
-    model = AutoModelForCausalLM.from_config(configure(family), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(configure(family, **changes), dtype=dtype).eval()
     with torch.no_grad():
         for router in find_routers(model):
             for parameter in gate_weights(family, router.module):
@@ -203,7 +205,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             if name.endswith("correction_bias"):
                 tensor.normal_(0, 0.1)
             elif name.endswith("tid2eid"):
-                tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, :2])
+                tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
     return model
 
 
@@ -362,3 +364,23 @@ def test_generate_joins_to_the_teacher_forced_recording(family):
     teacher_forced = recorder.trace().fit(11)
     assert torch.equal(decoded.valid, teacher_forced.valid)
     assert torch.equal(decoded.experts, teacher_forced.experts)
+
+
+TOP_1 = dict.fromkeys(
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 1
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_top_1_routers_that_get_no_gradient(family):
+    if family in ("phimoe", "longcat_flash"):
+        pytest.skip(f"{family} does not run with one expert per token")
+    changes = TOP_1 | (
+        dict(ffn_config=dict(SETTINGS["dbrx"]["ffn_config"], moe_top_k=1)) if family == "dbrx" else {}
+    )
+    model = build(family, **changes)
+    step(model)
+    for router in find_routers(model):
+        assert router.top_k == 1
+        largest = max(float(parameter.grad.abs().max()) for parameter in gate_weights(family, router.module))
+        assert router_gets_gradient(router) == (largest > 1e-6), (router.name, largest)

@@ -67,6 +67,21 @@ def test_generate_joins_decode_steps(build, batch, family):
     assert torch.equal(masked.experts[:, :15], trace.experts)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_generate_with_a_static_cache(build, batch, family, attention):
+    model = build(family)
+    model.set_attn_implementation("eager" if family == "gpt_oss" else attention)
+    options = dict(attention_mask=batch[1], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with record_routing(model) as recorder:
+        model.generate(batch[0], **options)
+        model.generate(batch[0], **options, cache_implementation="static")
+    dynamic, static = recorder.traces()
+    assert not dynamic.valid[2, :5].any()
+    assert torch.equal(static.valid, dynamic.valid)
+    assert torch.equal(static.experts, dynamic.experts)
+
+
 def test_generate_without_a_mask(build):
     model = build("qwen3_moe")
     ids = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(3))

@@ -27,9 +27,11 @@ def test_slicing():
     assert torch.equal(trace[torch.tensor([3, 3])].experts[0], trace.experts[3])
     mask = torch.tensor([True, False, False, True])
     assert torch.equal(trace[mask].experts, trace.experts[mask])
+    assert torch.equal(trace[torch.tensor(2)].experts, trace.experts[2:3])
+    assert torch.equal(trace[range(1, 3)].experts, trace.experts[1:3])
     assert trace[[]].valid.shape == (0, 6)
     assert trace[1].layer_ids == trace.layer_ids
-    with pytest.raises(RoutingError, match="sequence 4"):
+    with pytest.raises(RoutingError, match=r"sequences \[4\]"):
         trace[4]
 
 
