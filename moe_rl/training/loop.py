@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective, group_advantages
+from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import expert_change
 from moe_rl.routing.routers import has_routers
 from moe_rl.store import RunStore
@@ -27,7 +28,6 @@ from moe_rl.training.measure import (
     PhaseClock,
     load_metrics,
     masked_mean,
-    mismatch_metrics,
     response_metrics,
     reward_metrics,
     update_metrics,
@@ -137,7 +137,7 @@ def train(
             **response_metrics(batch),
             "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
             **ratio_metrics,
-            **mismatch_metrics(old.logp_BT, batch),
+            **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
             **update_metrics(updates),
             **(load_metrics(old.trace.where(on_response)) if old.trace is not None else {}),
             **clock.metrics(),

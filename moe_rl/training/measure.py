@@ -61,19 +61,6 @@ def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> float:
     return (torch.where(mask_BT > 0, values_BT, 0.0).sum() / mask_BT.sum().clamp_min(1)).item()
 
 
-def mismatch_metrics(old_logp_BT: Tensor, batch: RolloutBatch) -> dict[str, float]:
-    """Sampler μ against trainer π_old on the sampled tokens, in nats.
-
-    `mismatch/k3` estimates KL(μ‖π_old) per token; `mismatch/abs_max` is the largest |log π_old - log μ|.
-    """
-    mask_BT = batch.response_mask_BT
-    log_ratio_BT = torch.where(mask_BT > 0, old_logp_BT - batch.sampler_logp_BT, 0.0)
-    return {
-        "mismatch/k3": masked_mean(torch.expm1(log_ratio_BT) - log_ratio_BT, mask_BT),
-        "mismatch/abs_max": log_ratio_BT.abs().max().item(),
-    }
-
-
 def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[float]]:
     """One expert change under the four names the run store keeps."""
     return {

@@ -59,7 +59,9 @@ def test_jsonl_on_a_checkpoint_with_a_chat_template(tmp_path, monkeypatch, check
         f"task.path={problems}", "cold_start.enabled=false", "rollout.max_new_tokens=6", "arm=grpo_replay",
     )  # fmt: skip
     assert result.status == "done"
-    assert result.steps()["mismatch/abs_max"].max() < 1e-3, "the checkpoint's top-p reached the sampler"
+    assert result.steps()["mismatch/logp_abs_diff_max"].max() < 1e-3, (
+        "the checkpoint's top-p reached the sampler"
+    )
     assert result.summary["layer_ids"] == [0, 1]
     again = AutoModelForCausalLM.from_pretrained(result.path / "final")
     assert again.config.model_type == "olmoe"

@@ -1,6 +1,8 @@
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,7 +161,7 @@ def test_arms_share_prompts_and_samples(tmp_path, fresh, task):
         run(tmp_path / "b", fresh(), task, config(replay=ReplayConfig("old_policy"))),
         run(tmp_path / "c", fresh(), task, config(), objective="gspo"),
     ]
-    for name in ("reward/mean", "response/length", "entropy", "load/max_violation", "mismatch/k3"):
+    for name in ("reward/mean", "response/length", "entropy", "load/max_violation", "mismatch/kl_k3"):
         assert len({r.steps()[name][0] for r in runs}) == 1
     assert len({r.evals()["eval/sampled"][0] for r in runs}) == 1
     assert len({r.steps()["loss"][1] for r in runs}) == 3
@@ -236,3 +238,23 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_not_applied(tmp_path
     assert len(result.steps()) == 1
     assert math.isnan(result.steps()["grad_norm"][0])
     assert all(torch.equal(before[name], tensor) for name, tensor in lm.model.state_dict().items())
+
+
+def glossary():
+    """Every metric name of the tables in the README and docs/objectives.md, `a/b_{c,d}` spelt out."""
+    root = Path(__file__).resolve().parents[2]
+    text = "".join((root / page).read_text(encoding="utf-8") for page in ("README.md", "docs/objectives.md"))
+    for cell in re.findall(r"`([a-z_]+/[a-z_0-9{},|]+)`", text):
+        stem, _, choices = cell.partition("{")
+        yield from (stem + choice for choice in choices.rstrip("}").split(","))
+
+
+def test_every_logged_metric_is_in_a_glossary(tmp_path, fresh, task):
+    result = run(tmp_path / "run", fresh(), task, config(steps=1, replay=ReplayConfig("old_policy")))
+    known = set(glossary())
+    assert len(known) > 30
+    logged = {name for frame in (result.steps(), result.updates(), result.evals()) for name in frame}
+    assert len(logged) > 30
+    for name in logged - {"step", "update", "eval/n", "lr"}:
+        base = re.sub("_(sets|tokens|by_layer)$", "", name) if name.startswith("drift/") else name
+        assert base in known or base in ("loss", "grad_norm", "grad_norm_max", "entropy"), name
