@@ -149,8 +149,8 @@ class _Recording:
             rows = slice(forward.start, stop)
             valid_BT[:, rows] = forward.valid[:, : stop - forward.start]
             experts_BTLK[:, rows] = chunk_BTLK[:, : stop - forward.start]
-        experts_BTLK[~valid_BT] = 0
-        return RoutingTrace(experts_BTLK, valid_BT, self.layer_ids, self.num_experts)._trusted()
+        trace = RoutingTrace(experts_BTLK, valid_BT, self.layer_ids, self.num_experts)
+        return trace.where(valid_BT)._trusted()
 
 
 def _cache_of(forward: Forward, output: Any) -> Any:

@@ -106,12 +106,10 @@ class Replay:
             return
         device = self._native[0].device
         native_BTLK = torch.stack([ids.to(device) for _, ids in sorted(self._native.items())], dim=2)
-        valid_BT = self._trace.valid.to(device)
-        native_BTLK[~valid_BT] = 0
         trace = self._trace
-        self._native_trace = RoutingTrace(
-            native_BTLK, valid_BT, trace.layer_ids, trace.num_experts
-        )._trusted()
+        everywhere = torch.ones_like(trace.valid, device=device)
+        native = RoutingTrace(native_BTLK, everywhere, trace.layer_ids, trace.num_experts)._trusted()
+        self._native_trace = native.where(trace.valid)
 
     def _enter(self, r: int) -> Force:
         """Look up which layer of the trace the call of router r is that begins now."""

@@ -93,12 +93,14 @@ class RoutingTrace:
         return self._derive(experts=self.experts[index], valid=self.valid[index])
 
     def where(self, mask_BT: Tensor) -> RoutingTrace:
-        """The same trace, valid only where `mask_BT` (bool or 0/1, [B, T]) is true as well."""
+        """The same trace, valid only where `mask_BT` (bool or 0/1, [B, T]) is true as well, else zeros."""
         if mask_BT.shape != self.valid.shape:
             raise RoutingError(
                 f"the mask must be [B, T] = {list(self.valid.shape)}, got {list(mask_BT.shape)}"
             )
-        return self._derive(valid=self.valid & mask_BT.to(self.valid.device).bool())
+        valid = self.valid & mask_BT.to(self.valid.device).bool()
+        experts = torch.where(valid[..., None, None], self.experts, self.experts.new_zeros(()))
+        return self._derive(experts=experts, valid=valid)
 
     def fit(self, length: int) -> RoutingTrace:
         """The same trace with T = `length`: cut, or padded on the right with rows that are not valid."""

@@ -259,7 +259,37 @@ def test_no_family_is_forgotten():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recording_and_own_replay_change_no_bit(family, dtype):
-    model = build(family, dtype)
+    check_own_trace(family, build(family, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_foreign_trace_is_followed(family, dtype):
+    check_foreign_trace(family, build(family, dtype))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("deepseek_v3", dict(n_group=1)),  # its group scores are a top-2 of E columns as well
+        ("deepseek_v3", dict(norm_topk_prob=False, num_experts_per_tok=4, topk_group=2)),
+        ("deepseek_v2", dict(topk_method="greedy")),
+        ("deepseek_v2", dict(num_experts_per_tok=4)),
+        ("glm4_moe", dict(n_group=1)),
+        ("qwen3_moe", dict(norm_topk_prob=True, num_experts_per_tok=8)),
+        ("cohere2_moe", dict(expert_selection_fn="sigmoid", norm_topk_prob=True)),
+        ("doge", dict(num_experts=64, num_experts_per_tok=6)),
+        ("jetmoe", dict(num_experts_per_tok=3)),
+        ("llama4_text", dict(num_experts_per_tok=1)),
+    ],
+)
+def test_variants_of_a_gate(family, changes):
+    check_own_trace(family, build(family, **changes))
+    if changes.get("num_experts_per_tok") != 8:  # of 8 there are no others
+        check_foreign_trace(family, build(family, **changes))
+
+
+def check_own_trace(family: str, model: PreTrainedModel) -> None:
     plain = step(model)
     with record_routing(model) as recorder:
         assert differences(plain, step(model)) == []
@@ -273,10 +303,7 @@ def test_recording_and_own_replay_change_no_bit(family, dtype):
     assert torch.equal(replay.native.valid, trace.valid)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_foreign_trace_is_followed(family, dtype):
-    model = build(family, dtype)
+def check_foreign_trace(family: str, model: PreTrainedModel) -> None:
     with record_routing(model) as recorder:
         plain, _ = step(model)
     own = recorder.trace()

@@ -39,7 +39,10 @@ def test_where_fit_and_cat():
     trace = make()
     mask = torch.zeros(4, 6, dtype=torch.int64)
     mask[:, 1:4] = 1
-    assert trace.where(mask).valid.sum() == 3 * 3 + 2
+    masked = trace.where(mask)
+    assert masked.valid.sum() == 3 * 3 + 2
+    assert torch.equal(masked.experts[masked.valid], trace.experts[masked.valid])
+    assert (masked.experts[~masked.valid] == 0).all()
     longer = trace.fit(8)
     assert longer.valid.shape == (4, 8) and not longer.valid[:, 6:].any()
     assert torch.equal(longer.fit(6).experts, trace.experts)
