@@ -23,6 +23,7 @@ class Config(TrainConfig):
 
     experiment: str = "single"  # first part of the run directory
     arm: str = "${arm:${objective.name},${replay.source}}"  # what the report compares
+    advantages: str = "${advantages:${objective.name}}"  # the objective's own convention
     model: ModelConfig = field(default_factory=ModelConfig)
     task: Any = MISSING
     objective: Any = MISSING
@@ -34,6 +35,11 @@ class Config(TrainConfig):
 def arm_name(objective: str, replay_source: str | None) -> str:
     """grpo, grpo+replay, gspo, …"""
     return f"{objective}+replay" if replay_source else objective
+
+
+def advantages_of(objective: str) -> str:
+    """The convention of `group_advantages` that an objective's paper uses."""
+    return "mean" if objective in ("dr_grpo", "minirl") else "paper"
 
 
 def run_config(cfg: DictConfig) -> dict[str, Any]:
@@ -96,4 +102,5 @@ def register() -> None:
     for name, objective in OBJECTIVES.items():
         store.store(group="objective", name=f"schema_{name}", node=_schema(name, objective))
     OmegaConf.register_new_resolver("arm", arm_name, replace=True)
+    OmegaConf.register_new_resolver("advantages", advantages_of, replace=True)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)

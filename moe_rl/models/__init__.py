@@ -2,5 +2,14 @@
 
 from moe_rl.models.config import ModelConfig
 from moe_rl.models.load import LanguageModel, ModelError, check_trainable, load_model, prepare
+from moe_rl.models.value_head import ValueHead
 
-__all__ = ["LanguageModel", "ModelConfig", "ModelError", "check_trainable", "load_model", "prepare"]
+__all__ = [
+    "LanguageModel",
+    "ModelConfig",
+    "ModelError",
+    "ValueHead",
+    "check_trainable",
+    "load_model",
+    "prepare",
+]

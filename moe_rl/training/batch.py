@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,40 @@ class RolloutBatch:
     def __len__(self) -> int:
         return self.input_ids_BT.shape[0]
 
-    def __getitem__(self, rows: slice) -> RolloutBatch:
+    def __getitem__(self, rows: slice | Tensor) -> RolloutBatch:
         """The same batch for some sequences."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt_length"}
         return replace(self, **{name: tensor[rows] for name, tensor in tensors.items()})
+
+    @staticmethod
+    def cat(batches: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
+        """Join batches along B: prompts padded on the left, responses on the right, to the longest."""
+        prompt = max(batch.prompt_length for batch in batches)
+        response = max(batch.input_ids_BT.shape[1] - batch.prompt_length for batch in batches)
+
+        def joined(name: str, value: float) -> Tensor:
+            return torch.cat(
+                [
+                    nn.functional.pad(
+                        getattr(batch, name),
+                        (
+                            prompt - batch.prompt_length,
+                            response - (batch.input_ids_BT.shape[1] - batch.prompt_length),
+                        ),
+                        value=value,
+                    )
+                    for batch in batches
+                ]
+            )
+
+        return RolloutBatch(
+            input_ids_BT=joined("input_ids_BT", pad_id),
+            attention_mask_BT=joined("attention_mask_BT", 0),
+            response_mask_BT=joined("response_mask_BT", 0),
+            sampler_logp_BT=joined("sampler_logp_BT", 0),
+            finished_B=torch.cat([batch.finished_B for batch in batches]),
+            prompt_length=prompt,
+        )
 
     @property
     def position_ids_BT(self) -> Tensor:

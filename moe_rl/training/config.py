@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_rl.objectives import NORMALISATIONS
+from moe_rl.objectives.mismatch import get_mismatch_correction
+
 
 @dataclass
 class RolloutConfig:
@@ -19,6 +22,8 @@ class RolloutConfig:
     temperature: float = 1.0  # of the sampler, and of every log-probability that enters a ratio
     top_p: float = 1.0  # only 1.0: see `check`
     top_k: int = 0  # only 0 (off): see `check`
+    refill: int = 0  # dynamic sampling: further batches drawn at most to replace groups without signal
+    overlong_cache: int | None = None  # soft overlong punishment over the last so many tokens; None: off
 
     def check(self) -> None:
         if self.top_p != 1.0 or self.top_k != 0:
@@ -33,6 +38,13 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.responses={self.responses}: a group needs at least 2 responses, a group of one has "
                 "no advantage"
+            )
+        if self.refill < 0:
+            raise ValueError(f"rollout.refill={self.refill}: must be at least 0")
+        if self.overlong_cache is not None and not 0 < self.overlong_cache <= self.max_new_tokens:
+            raise ValueError(
+                f"rollout.overlong_cache={self.overlong_cache}: expected 1 to rollout.max_new_tokens="
+                f"{self.max_new_tokens}, or null"
             )
         if self.prompts < 1 or self.max_new_tokens < 1:
             raise ValueError(
@@ -64,6 +76,23 @@ class ReplayConfig:
     def check(self) -> None:
         if self.source not in (None, "old_policy"):
             raise ValueError(f"replay.source={self.source!r}: expected null or old_policy")
+
+
+@dataclass
+class MismatchConfig:
+    """Correction of the loss for a sampler μ that is not π_old; see `moe_rl.objectives.mismatch`."""
+
+    correction: str | None = None  # token_tis, sequence_tis, icepop, sequence_mis, …_rejection
+    low: float | None = None  # bounds of the ratio π_old/μ; None: the correction's own
+    high: float | None = None
+
+    def check(self) -> None:
+        if self.correction is None:
+            if (self.low, self.high) != (None, None):
+                raise ValueError("mismatch.low and mismatch.high need a mismatch.correction")
+            return
+        bounds = {key: value for key in ("low", "high") if (value := getattr(self, key)) is not None}
+        get_mismatch_correction(self.correction, **bounds)
 
 
 @dataclass
@@ -112,18 +141,22 @@ class TrainConfig:
 
     steps: int = 60
     seed: int = 0  # of prompts, sampling and evaluation; arms share it so that they pair
+    advantages: str = "paper"  # convention of `group_advantages`; unused with a value model (ppo)
     checkpoint_every: int = 10  # steps
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     collapse: CollapseConfig = field(default_factory=CollapseConfig)
 
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""
-        for part in (self.rollout, self.replay, self.cold_start):
+        for part in (self.rollout, self.replay, self.mismatch, self.cold_start):
             part.check()
+        if self.advantages not in NORMALISATIONS:
+            raise ValueError(f"advantages={self.advantages!r}: expected one of {', '.join(NORMALISATIONS)}")
         for name, value in (
             ("steps", self.steps),
             ("checkpoint_every", self.checkpoint_every),

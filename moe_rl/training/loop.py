@@ -14,16 +14,16 @@ import torch
 from tqdm.auto import tqdm
 
 from moe_rl.models import LanguageModel
-from moe_rl.objectives import Objective, group_advantages
+from moe_rl.objectives import Objective
 from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import expert_change
-from moe_rl.routing.routers import has_routers
 from moe_rl.store import RunStore
 from moe_rl.tasks import Task
-from moe_rl.tasks.encode import prompt_ids, response_text
 from moe_rl.training.checkpoint import model_tensors, optimizer_tensors, resume
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.evaluate import accuracy, held_out
+from moe_rl.training.groups import sample_groups
+from moe_rl.training.learner import make_learner
 from moe_rl.training.measure import (
     PhaseClock,
     load_metrics,
@@ -33,11 +33,8 @@ from moe_rl.training.measure import (
     update_metrics,
 )
 from moe_rl.training.passes import native_routing, old_policy_pass, split
-from moe_rl.training.rollout import sample_responses
-from moe_rl.training.seeds import random_stream
-from moe_rl.training.update import Update, gradient_update, make_optimizer
-
-PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the task's stream
+from moe_rl.training.signal import learning_signal
+from moe_rl.training.update import Update, gradient_update, objective_metrics
 
 
 def train(
@@ -55,19 +52,11 @@ def train(
     `title` names the progress bar and `bar` is its line, for runs that share a terminal.
 
     Stops early, with the step's record written, at a loss or gradient norm that is not finite; the update
-    that met it is not applied. Raises `ValueError` for replay on a model without MoE layers.
+    that met it is not applied. Raises `ValueError` where objective, replay and model do not go together.
     """
-    policy = lm.model.eval()  # π_old and π_θ are one function of their weights: dropout in neither
-    moe = has_routers(policy)
-    if config.replay.source is not None and not moe:
-        raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
-    groups, group_size, temperature = (
-        config.rollout.prompts,
-        config.rollout.responses,
-        config.rollout.temperature,
-    )
-    optimizer = make_optimizer(policy, config.optim)
-    done = resume(policy, optimizer, store)
+    learner = make_learner(lm.model, objective, config)
+    policy = learner.policy
+    done = resume(learner.trained, learner.optimizer, store)
     if done == 0:
         evaluate(lm, task, config, store, step=0)
 
@@ -84,26 +73,26 @@ def train(
     for step in progress:
         clock = PhaseClock()
 
-        # Sample G responses to each of P prompts from the current policy, which is π_old from here on.
-        with clock("rollout"), random_stream(config.seed, "rollout", step):
-            first = config.seed * PROMPTS_PER_SEED + (step - 1) * groups
-            problems = [task.train(first + i) for i in range(groups)]
-            prompts = [ids for p in problems for ids in [prompt_ids(lm.tokenizer, p)] * group_size]
-            batch = sample_responses(
-                lm, prompts, max_new_tokens=config.rollout.max_new_tokens, temperature=temperature
-            )
+        # Sample G responses to each of P prompts from the current policy, which is π_old from here on, and
+        # reward each whole response.
+        with clock("rollout"):
+            groups = sample_groups(lm, task, config.rollout, config.seed, step)
+        batch = groups.batch
 
-        # Reward every response, and normalise within its group: Â_i = (r_i - mean r) / std r (Eq. 3).
-        with clock("reward"):
-            texts = [response_text(lm.tokenizer, ids) for ids in batch.responses()]
-            rewards = [task.reward(problems[row // group_size], text) for row, text in enumerate(texts)]
-            rewards_PG = torch.tensor(rewards, dtype=torch.float32).reshape(groups, group_size)
-            advantages_B = group_advantages(rewards_PG).reshape(-1).to(policy.device)
-
-        # Old-policy pass: log-probabilities and routing, by the forward that training uses.
+        # Old-policy pass: log-probabilities and routing, by the forward that training uses; then the group
+        # advantages Â_i = (r_i - mean r) / std r (Eq. 3) and what else the objective asks for.
         plan = split(len(batch), config.optim.minibatches, config.optim.microbatch)
         with clock("old_policy"):
-            old = old_policy_pass(policy, batch, plan, temperature, moe)
+            old = old_policy_pass(
+                policy,
+                batch,
+                plan,
+                config.rollout.temperature,
+                moe=learner.moe,
+                value_head=learner.value_head,
+                router_scores="router_shift_BT" in learner.needs,
+            )
+            signal = learning_signal(learner, groups, old, plan)
 
         # N gradient updates, one per mini-batch of whole groups; after each, the new policy's native routing
         # on the whole batch against π_old's and against the policy just before the update (§5.3).
@@ -112,9 +101,7 @@ def train(
         for minibatch in plan:
             before = (step - 1) * len(plan) + len(updates)
             with clock("update"):
-                update = gradient_update(
-                    policy, optimizer, objective, batch, old, advantages_B, minibatch, config, before
-                )
+                update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
             if not update.finite:
                 break
@@ -127,17 +114,17 @@ def train(
 
         # The objective's metrics over all updates of the step in one call, so that they reduce exactly.
         seen = slice(0, sum(len(update.logp_BT) for update in updates))
-        with torch.no_grad():
-            new_logp_BT = torch.cat([update.logp_BT for update in updates])
-            mask_BT = batch[seen].response_mask_BT
-            _, ratio_metrics = objective(new_logp_BT, old.logp_BT[seen], advantages_B[seen], mask_BT)
+        new_logp_BT = torch.cat([update.logp_BT for update in updates])
+        tensors = {name: torch.cat([u.tensors[name] for u in updates]) for name in updates[0].tensors}
+        ratio_metrics = objective_metrics(learner, old, signal, seen, new_logp_BT, tensors)
         record = {
             "step": step,
-            **reward_metrics(rewards_PG),
+            **reward_metrics(groups),
             **response_metrics(batch),
             "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
             **ratio_metrics,
             **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
+            **signal.metrics,
             **update_metrics(updates),
             **(load_metrics(old.trace.where(on_response)) if old.trace is not None else {}),
             **clock.metrics(),
@@ -153,8 +140,8 @@ def train(
         if end or step % config.evaluation.every == 0:
             evaluate(lm, task, config, store, step)
         if end or step % config.checkpoint_every == 0:
-            tensors = model_tensors(policy), optimizer_tensors(policy, optimizer)
-            store.save_checkpoint(step, *tensors, {"step": step})
+            moments = optimizer_tensors(learner.trained, learner.optimizer)
+            store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
 
 
 def evaluate(lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore, step: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_rl.routing import RoutingTrace
 from moe_rl.routing.drift import ExpertChange, expert_load, max_violation
 from moe_rl.training.batch import RolloutBatch
+from moe_rl.training.groups import Groups
 
 if TYPE_CHECKING:
     from moe_rl.training.update import Update
@@ -39,12 +40,13 @@ class PhaseClock:
         return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/total": total}
 
 
-def reward_metrics(rewards_PG: Tensor) -> dict[str, float]:
-    """Mean, standard deviation over responses, and the share of groups whose rewards are all equal."""
+def reward_metrics(groups: Groups) -> dict[str, float]:
+    """Mean, standard deviation over responses, the share of groups whose rewards are all equal, rounds."""
     return {
-        "reward/mean": rewards_PG.mean().item(),
-        "reward/std": rewards_PG.std(correction=0).item(),
-        "reward/zero_std_groups": (rewards_PG == rewards_PG[:, :1]).all(-1).float().mean().item(),
+        "reward/mean": groups.rewards_PG.mean().item(),
+        "reward/std": groups.rewards_PG.std(correction=0).item(),
+        "reward/zero_std_groups": 1.0 - groups.has_signal_P.float().mean().item(),
+        "rollout/rounds": float(groups.rounds),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_rl.models import ValueHead
 from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.training.batch import RolloutBatch
-from moe_rl.training.policy import token_logp_and_entropy
+from moe_rl.training.policy import router_logp, score
 
 Plan = list[list[slice]]  # mini-batches of micro-batches of rows
 
@@ -38,26 +39,68 @@ def flat(plan: Plan) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class OldPolicy:
-    """π_old on a rollout batch: `logp_BT` and `entropy_BT` in nats; `trace`, all rows, None if dense."""
+    """π_old on a rollout batch, before the updates: `Scores`' fields, and its trace on all rows.
+
+    `trace` is None for a dense model, `values_BT` and `router_logp_BTLK` where no objective asks for them.
+    """
 
     logp_BT: Tensor
     entropy_BT: Tensor
     trace: RoutingTrace | None
+    values_BT: Tensor | None = None
+    router_logp_BTLK: Tensor | None = None
 
 
+@torch.no_grad()
 def old_policy_pass(
-    policy: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float, moe: bool
+    policy: PreTrainedModel,
+    batch: RolloutBatch,
+    plan: Plan,
+    temperature: float,
+    *,
+    moe: bool,
+    value_head: ValueHead | None = None,
+    router_scores: bool = False,
 ) -> OldPolicy:
-    """Log-probabilities, entropy and native routing before the updates, by the training forward."""
-    logps, entropies, traces = [], [], []
+    """Log-probabilities, entropy and native routing of the policy that sampled, by the training forward."""
+    scores, traces, router_logps = [], [], []
     for rows in flat(plan):
         with record_routing(policy) if moe else nullcontext() as recorder:
-            logp_BT, entropy_BT = token_logp_and_entropy(policy, batch[rows], temperature)
-        logps.append(logp_BT)
-        entropies.append(entropy_BT)
+            part = score(
+                policy,
+                batch[rows],
+                temperature,
+                entropy=True,
+                value_head=value_head,
+                router_logits=router_scores,
+            )
+        scores.append(part)
         if recorder is not None:
             traces.append(recorder.trace())
-    return OldPolicy(torch.cat(logps), torch.cat(entropies), RoutingTrace.cat(traces) if moe else None)
+            if part.router_logits is not None:
+                router_logps.append(router_logp(part.router_logits, traces[-1]))
+    logp_BT = joined([part.logp_BT for part in scores])
+    entropy_BT = joined([part.entropy_BT for part in scores])
+    assert logp_BT is not None and entropy_BT is not None
+    return OldPolicy(
+        logp_BT,
+        entropy_BT,
+        RoutingTrace.cat(traces) if traces else None,
+        values_BT=joined([part.values_BT for part in scores]),
+        router_logp_BTLK=joined(router_logps),
+    )
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts along B; None where a pass was not asked for them."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
+
+
+@torch.no_grad()
+def reference_logp(reference: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float) -> Tensor:
+    """log π_ref of the sampled tokens, [B, T], nats."""
+    return torch.cat([score(reference, batch[rows], temperature).logp_BT for rows in flat(plan)])
 
 
 @torch.no_grad()

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from moe_rl.objectives import Objective
-from moe_rl.routing import RoutingTrace, expert_change, replay_routing
+from moe_rl.routing import expert_change, replay_routing
 from moe_rl.routing.drift import ExpertChange
 from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import RolloutBatch
-from moe_rl.training.config import OptimConfig, TrainConfig
+from moe_rl.training.learner import Learner, tensors_of_forward
 from moe_rl.training.measure import drift_metrics
 from moe_rl.training.passes import OldPolicy
-from moe_rl.training.policy import token_logp
+from moe_rl.training.policy import score
+from moe_rl.training.signal import Signal
 
 
 @dataclass
 class Update:
-    """What one gradient update left behind; `logp_BT` (detached) covers the mini-batch's rows.
+    """What one gradient update left behind; its tensors (detached) cover the mini-batch's rows.
 
     The expert changes are on response rows: `overridden` is the replayed trace against the router's own
     choice in the same forward; `since_old` and `since_last` are the routing after the update against π_old
@@ -35,7 +34,8 @@ class Update:
     grad_norm: float
     lr: float
     logp_BT: Tensor
-    objective_metrics: dict[str, float] = field(repr=False)
+    tensors: dict[str, Tensor]
+    objective_metrics: dict[str, float]
     overridden: ExpertChange | None = None
     since_old: ExpertChange | None = None
     since_last: ExpertChange | None = None
@@ -54,70 +54,82 @@ class Update:
         return found
 
 
-def make_optimizer(policy: PreTrainedModel, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all weights, routers included."""
-    return torch.optim.AdamW(
-        policy.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-    )
-
-
-def routing_of(
-    policy: PreTrainedModel, trace: RoutingTrace | None, rows: slice, source: str | None
-) -> AbstractContextManager[Replay | None]:
+def routing_of(learner: Learner, old: OldPolicy, rows: slice) -> AbstractContextManager[Replay | None]:
     """Native routing, or π_old's experts forced for these rows; held open until after backward."""
-    if source is None or trace is None:
+    if learner.config.replay.source is None or old.trace is None:
         return nullcontext()
-    return replay_routing(policy, trace[rows])
+    return replay_routing(learner.policy, old.trace[rows])
 
 
 def gradient_update(
-    policy: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective,
+    learner: Learner,
     batch: RolloutBatch,
     old: OldPolicy,
-    advantages_B: Tensor,
+    signal: Signal,
     minibatch: list[slice],
-    config: TrainConfig,
     updates_before: int,
 ) -> Update:
     """One AdamW update, accumulated over the mini-batch's micro-batches; skipped if it is not finite."""
+    objective, config = learner.objective, learner.config
     whole = slice(minibatch[0].start, minibatch[-1].stop)
-    mask_BT = batch[whole].response_mask_BT
-    sequences, tokens = len(mask_BT), int(mask_BT.sum())
+    target = signal[whole]
+    sequences, tokens = len(target.mask_BT), int(target.mask_BT.sum())
     loss_sum, logps, overridden = 0.0, [], []
-    optimizer.zero_grad()
+    forward_tensors: dict[str, list[Tensor]] = {}
+    learner.optimizer.zero_grad()
     for rows in minibatch:
-        part = batch[rows]
-        with routing_of(policy, old.trace, rows, config.replay.source) as replay:
-            logp_BT = token_logp(policy, part, config.rollout.temperature)
+        part, target_part = batch[rows], signal[rows]
+        with routing_of(learner, old, rows) as replay:
+            scores = score(
+                learner.policy,
+                part,
+                config.rollout.temperature,
+                entropy="entropy_BT" in learner.needs,
+                value_head=learner.value_head,
+                router_logits="router_shift_BT" in learner.needs,
+            )
+            extra = tensors_of_forward(learner.needs, scores, old, rows)
+            keywords: dict[str, Any] = target_part.tensors | extra
             loss, _ = objective(
-                logp_BT,
+                scores.logp_BT,
                 old.logp_BT[rows],
-                advantages_B[rows],
-                part.response_mask_BT,
+                target_part.advantages,
+                target_part.mask_BT,
                 sequences=sequences,
-                tokens=tokens,
+                tokens=max(tokens, 1),
+                **keywords,
             )
             loss.backward()
         loss_sum += loss.item()
-        logps.append(logp_BT.detach())
+        logps.append(scores.logp_BT.detach())
+        for name, tensor in extra.items():
+            forward_tensors.setdefault(name, []).append(tensor.detach())
         if replay is not None and old.trace is not None:
             on = part.routing_rows_BT
             overridden.append(expert_change(old.trace[rows].where(on), replay.native.where(on)))
 
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.max_grad_norm).item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(
+        learner.trained.parameters(), config.optim.max_grad_norm
+    ).item()
     lr = config.optim.lr * min(1.0, (updates_before + 1) / max(1, config.optim.warmup_updates))
-    for group in optimizer.param_groups:
+    for group in learner.optimizer.param_groups:
         group["lr"] = lr
     if math.isfinite(loss_sum) and math.isfinite(grad_norm):
-        optimizer.step()
+        learner.optimizer.step()
 
-    new_logp_BT = torch.cat(logps)
-    with torch.no_grad():
-        _, metrics = objective(new_logp_BT, old.logp_BT[whole], advantages_B[whole], mask_BT)
+    logp_BT = torch.cat(logps)
+    tensors = {name: torch.cat(parts) for name, parts in forward_tensors.items()}
+    metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
     combined = ExpertChange.combine(overridden) if overridden else None
-    return Update(loss_sum, grad_norm, lr, new_logp_BT, metrics, overridden=combined)
+    return Update(loss_sum, grad_norm, lr, logp_BT, tensors, metrics, overridden=combined)
+
+
+@torch.no_grad()
+def objective_metrics(
+    learner: Learner, old: OldPolicy, signal: Signal, rows: slice, logp_BT: Tensor, tensors: dict[str, Tensor]
+) -> dict[str, float]:
+    """The objective's metrics over some rows in one call, so that they reduce exactly."""
+    target = signal[rows]
+    keywords: dict[str, Any] = target.tensors | tensors
+    _, metrics = learner.objective(logp_BT, old.logp_BT[rows], target.advantages, target.mask_BT, **keywords)
+    return metrics

@@ -92,10 +92,10 @@ def test_drift_is_exactly_zero_without_an_update(tmp_path, fresh, task):
 
 def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, task, monkeypatch):
     """The logged number against one computed by hand from two plain recorded forwards."""
-    from moe_rl.training import loop
+    from moe_rl.training import groups, loop
 
     batches, before = [], []
-    sample = loop.sample_responses
+    sample = groups.sample_responses
 
     def spy(lm, *args, **kwargs):
         batch = sample(lm, *args, **kwargs)
@@ -109,7 +109,7 @@ def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, task, monk
         before.append(recorder.trace())
         return batch
 
-    monkeypatch.setattr(loop, "sample_responses", spy)
+    monkeypatch.setattr(groups, "sample_responses", spy)
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: None)
     lm = fresh()
     result = run(tmp_path / "run", lm, task, config(steps=1, replay=ReplayConfig("old_policy")))

@@ -4,7 +4,7 @@ from transformers import GenerationConfig
 
 from moe_rl.models import prepare
 from moe_rl.tasks.encode import prompt_ids
-from moe_rl.training.policy import token_logp, token_logp_and_entropy
+from moe_rl.training.policy import score
 from moe_rl.training.rollout import left_pad, sample_responses
 from moe_rl.training.seeds import random_stream
 
@@ -45,12 +45,12 @@ def test_masks_and_rows_of_a_batch(lm, prompts):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_log_probabilities_are_the_teacher_forced_ones(lm, prompts, temperature):
     batch = sample(lm, prompts, temperature)
-    logp_BT = token_logp(lm.model, batch, temperature)
+    logp_BT = score(lm.model, batch, temperature).logp_BT
     mask = batch.response_mask_BT > 0
     assert torch.allclose(batch.sampler_logp_BT[mask], logp_BT[mask], atol=2e-5)
     assert batch.sampler_logp_BT[~mask].abs().sum() == 0
     # and at another temperature they are not
-    assert (token_logp(lm.model, batch, 2.0)[mask] - batch.sampler_logp_BT[mask]).abs().max() > 1e-2
+    assert (score(lm.model, batch, 2.0).logp_BT[mask] - batch.sampler_logp_BT[mask]).abs().max() > 1e-2
 
 
 def test_log_probability_and_entropy_against_the_full_forward(lm, prompts):
@@ -62,7 +62,8 @@ def test_log_probability_and_entropy_against_the_full_forward(lm, prompts):
     ).logits.double()
     distribution = torch.distributions.Categorical(logits=logits[:, :-1] / 0.7)
     expected_logp, expected_entropy = distribution.log_prob(batch.input_ids_BT[:, 1:]), distribution.entropy()
-    logp_BT, entropy_BT = token_logp_and_entropy(lm.model, batch, 0.7)
+    scores = score(lm.model, batch, 0.7, entropy=True)
+    logp_BT, entropy_BT = scores.logp_BT, scores.entropy_BT
     first = batch.prompt_length
     assert torch.allclose(logp_BT[:, first:].double(), expected_logp[:, first - 1 :], atol=1e-5)
     assert torch.allclose(entropy_BT[:, first:].double(), expected_entropy[:, first - 1 :], atol=1e-5)
@@ -76,7 +77,7 @@ def test_a_padded_row_scores_as_it_does_alone(lm, prompts):
     logits = lm.model(input_ids=alone_ids).logits
     expected = torch.log_softmax(logits[0, :-1], -1).gather(-1, alone_ids[0, 1:, None])[:, 0]
     n = batch.input_ids_BT.shape[1] - batch.prompt_length
-    got = token_logp(lm.model, batch, 1.0)[row, -n:]
+    got = score(lm.model, batch, 1.0).logp_BT[row, -n:]
     seen = batch.response_mask_BT[row, -n:] > 0
     assert torch.allclose(got[seen], expected[-n:][seen], atol=1e-5)
 

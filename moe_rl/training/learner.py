@@ -1,0 +1,102 @@
+"""The policy in training together with what its objective needs: value head, reference, optimiser."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_rl.models import ValueHead
+from moe_rl.objectives import Objective
+from moe_rl.routing.routers import has_routers
+from moe_rl.training.config import TrainConfig
+from moe_rl.training.passes import OldPolicy
+from moe_rl.training.policy import Scores, router_logp
+
+# Where each keyword tensor of an objective comes from.
+BEFORE_UPDATES = {"sampler_logp_BT", "ref_logp_BT", "old_values_BT", "returns_BT"}
+FROM_THE_FORWARD = {"entropy_BT", "values_BT", "router_shift_BT"}
+
+
+@dataclass(frozen=True)
+class Learner:
+    """`needs` are the keyword tensors that the objective is called with.
+
+    `reference` (frozen, the policy as it was before any update) and `value_head` are None where unneeded.
+    `trained` holds policy and value head, for the optimiser, gradient clipping and checkpoints.
+    """
+
+    policy: PreTrainedModel
+    objective: Objective
+    config: TrainConfig
+    needs: frozenset[str]
+    moe: bool
+    reference: PreTrainedModel | None
+    value_head: ValueHead | None
+    trained: nn.ModuleDict
+    optimizer: torch.optim.AdamW
+
+
+def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainConfig) -> Learner:
+    """Call before a checkpoint is restored: the reference is the policy as it is now.
+
+    Raises `ValueError` where objective, replay and model do not go together.
+    """
+    moe = has_routers(policy)
+    needs = needed_tensors(objective)
+    if config.replay.source is not None and not moe:
+        raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
+    if "router_shift_BT" in needs and not moe:
+        raise ValueError(
+            f"objective {type(objective).__name__}: the model has no routers to measure a shift of"
+        )
+    policy.eval()  # π_old and π_θ are one function of their weights: dropout in neither
+    reference = copy.deepcopy(policy).requires_grad_(False) if "ref_logp_BT" in needs else None
+    value_head = ValueHead(policy).to(policy.device) if "values_BT" in needs else None
+    trained = nn.ModuleDict({"policy": policy})
+    if value_head is not None:
+        trained["value_head"] = value_head
+    optimizer = torch.optim.AdamW(
+        trained.parameters(),
+        lr=config.optim.lr,
+        betas=(config.optim.beta1, config.optim.beta2),
+        weight_decay=config.optim.weight_decay,
+    )
+    return Learner(policy, objective, config, needs, moe, reference, value_head, trained, optimizer)
+
+
+def needed_tensors(objective: Objective) -> frozenset[str]:
+    """The keyword tensors of an objective under its options. Raises `ValueError` for one unknown here."""
+    needs = {*objective.needs}
+    needs |= {"ref_logp_BT"} if objective.kl_coef else set()
+    needs |= {"entropy_BT"} if objective.entropy_coef else set()
+    unknown = needs - BEFORE_UPDATES - FROM_THE_FORWARD
+    if unknown:
+        raise ValueError(
+            f"objective {type(objective).__name__} needs {sorted(unknown)}, which the loop lacks"
+        )
+    return frozenset(needs)
+
+
+def tensors_of_forward(
+    needs: frozenset[str], scores: Scores, old: OldPolicy, rows: slice
+) -> dict[str, Tensor]:
+    """The keyword tensors that come out of the update's own forward on these rows."""
+    found: dict[str, Tensor] = {}
+    if "entropy_BT" in needs and scores.entropy_BT is not None:
+        found["entropy_BT"] = scores.entropy_BT
+    if "values_BT" in needs and scores.values_BT is not None:
+        found["values_BT"] = scores.values_BT
+    if scores.router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
+        new_BTLK = router_logp(scores.router_logits, old.trace[rows])
+        found["router_shift_BT"] = router_shift(old.router_logp_BTLK[rows], new_BTLK)
+    return found
+
+
+@torch.no_grad()
+def router_shift(old_BTLK: Tensor, new_BTLK: Tensor) -> Tensor:
+    """RSPO's γ in (0, 1], [B, T]: exp(-mean over layers and old experts of |Δ log router probability|)."""
+    return torch.exp(-(new_BTLK - old_BTLK).abs().mean((-1, -2)))
