@@ -7,6 +7,7 @@ class takes its weights from the instance it is called on. A copy made inside a 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +63,7 @@ def add_tap(router: Router, tap: Tap) -> None:
     module = router.module
     if _TAPS not in module.__dict__:
         module.__dict__[_TAPS] = (router, [])
-        module.__class__ = _instrumented(type(module))  # type: ignore[arg-type]
+        _become(module, _instrumented(type(module)))  # type: ignore[arg-type]
     module.__dict__[_TAPS][1].append(tap)
 
 
@@ -73,9 +74,17 @@ def remove_tap(router: Router, tap: Tap) -> None:
     taps.remove(tap)
     if not taps:
         del module.__dict__[_TAPS]
-        module.__class__ = type(module).__mro__[2]
+        _become(module, type(module).__mro__[2])
 
 
 def taps_of(router: Router) -> tuple[Tap, ...]:
     """The taps on `router` now."""
     return tuple(router.module.__dict__.get(_TAPS, (None, ()))[1])
+
+
+def _become(module: nn.Module, cls: Any) -> None:
+    module.__class__ = cls
+    if (
+        "_old_forward" in module.__dict__
+    ):  # accelerate (device_map) calls the forward it found, on the instance
+        module.__dict__["_old_forward"] = types.MethodType(cls.forward, module)

@@ -153,6 +153,14 @@ def test_peft_copies_of_the_router(build, batch):
         assert gradients[f"{router.name}.weight"].abs().max() > 0
 
 
+def test_accelerate_hooks(build, batch):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = build("qwen3_moe")
+    for module in list(model.modules()):  # what device_map does on several devices
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    assert_record_and_replay(model, input_ids=batch[0], attention_mask=batch[1])
+
+
 def test_multi_token_prediction_heads_are_left_out(build, batch):
     model = build("qwen3_moe")
     inputs = dict(input_ids=batch[0], attention_mask=batch[1])
