@@ -33,8 +33,8 @@ class Config(TrainConfig):
 
 
 def arm_name(objective: str, replay_source: str | None) -> str:
-    """grpo, grpo+replay, gspo, …"""
-    return f"{objective}+replay" if replay_source else objective
+    """grpo, grpo+replay (of the old policy), grpo+rollout_replay, gspo, …"""
+    return objective + {None: "", "old_policy": "+replay", "rollout": "+rollout_replay"}[replay_source]
 
 
 def advantages_of(objective: str) -> str:

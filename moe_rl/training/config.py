@@ -69,13 +69,17 @@ class OptimConfig:
 
 @dataclass
 class ReplayConfig:
-    """Routing Replay (GSPO §5.3): whose experts the ratio's forward is forced to use."""
+    """Routing Replay (GSPO §5.3): whose experts the ratio's forward is forced to use.
 
-    source: str | None = None  # None: native routing; "old_policy": the trace of the old-policy pass
+    None: native routing. "old_policy" (R2): the trace of the trainer's old-policy pass. "rollout" (R3,
+    2510.11370): the trace of the sampler's decoding, in the old-policy pass's log-probabilities as well.
+    """
+
+    source: str | None = None
 
     def check(self) -> None:
-        if self.source not in (None, "old_policy"):
-            raise ValueError(f"replay.source={self.source!r}: expected null or old_policy")
+        if self.source not in (None, "old_policy", "rollout"):
+            raise ValueError(f"replay.source={self.source!r}: expected null, old_policy or rollout")
 
 
 @dataclass
@@ -155,6 +159,10 @@ class TrainConfig:
         """Raise `ValueError` for options that contradict each other."""
         for part in (self.rollout, self.replay, self.mismatch, self.cold_start):
             part.check()
+        if self.replay.source == "rollout" and self.rollout.refill:
+            raise ValueError(
+                "rollout.refill joins batches of different widths: not with replay.source=rollout"
+            )
         if self.advantages not in NORMALISATIONS:
             raise ValueError(f"advantages={self.advantages!r}: expected one of {', '.join(NORMALISATIONS)}")
         for name, value in (

@@ -26,10 +26,10 @@ from moe_rl.training.groups import sample_groups
 from moe_rl.training.learner import make_learner
 from moe_rl.training.measure import (
     PhaseClock,
-    load_metrics,
     masked_mean,
     response_metrics,
     reward_metrics,
+    routing_metrics,
     update_metrics,
 )
 from moe_rl.training.passes import native_routing, old_policy_pass, split
@@ -76,7 +76,9 @@ def train(
         # Sample G responses to each of P prompts from the current policy, which is π_old from here on, and
         # reward each whole response.
         with clock("rollout"):
-            groups = sample_groups(lm, task, config.rollout, config.seed, step)
+            groups = sample_groups(
+                lm, task, config.rollout, config.seed, step, record=config.replay.source == "rollout"
+            )
         batch = groups.batch
 
         # Old-policy pass: log-probabilities and routing, by the forward that training uses; then the group
@@ -91,6 +93,8 @@ def train(
                 moe=learner.moe,
                 value_head=learner.value_head,
                 router_scores="router_shift_BT" in learner.needs,
+                replay_source=config.replay.source,
+                rollout_trace=groups.trace,
             )
             signal = learning_signal(learner, groups, old, plan)
 
@@ -126,7 +130,7 @@ def train(
             **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
             **signal.metrics,
             **update_metrics(updates),
-            **(load_metrics(old.trace.where(on_response)) if old.trace is not None else {}),
+            **routing_metrics(old.trace, groups.trace, on_response),
             **clock.metrics(),
         }
         store.log("steps", record)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rl.routing import RoutingTrace
+from moe_rl.routing import RoutingTrace, expert_change
 from moe_rl.routing.drift import ExpertChange, expert_load, max_violation
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.groups import Groups
@@ -73,9 +73,21 @@ def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[flo
     }
 
 
-def load_metrics(trace: RoutingTrace) -> dict[str, float]:
-    """Load imbalance of π_old: the busiest expert's load over the mean load, minus 1, mean of layers."""
-    return {"load/max_violation": max_violation(expert_load(trace))}
+def routing_metrics(
+    old: RoutingTrace | None, rollout: RoutingTrace | None, on_response: Tensor
+) -> dict[str, float]:
+    """Of π_old's native routing on the response rows: load imbalance, and the sampler's disagreement.
+
+    `load/max_violation`: the busiest expert's load over the mean load, minus 1, mean of layers.
+    `mismatch/experts`: share of experts that differ between the sampler's decoding and the trainer's forward.
+    """
+    if old is None:
+        return {}
+    old = old.where(on_response)
+    found = {"load/max_violation": max_violation(expert_load(old))}
+    if rollout is not None:
+        found["mismatch/experts"] = expert_change(rollout.where(on_response), old).experts
+    return found
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
-from moe_rl.routing import RoutingTrace, record_routing
+from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.policy import router_logp, score
 
@@ -41,12 +41,14 @@ def flat(plan: Plan) -> Iterator[slice]:
 class OldPolicy:
     """π_old on a rollout batch, before the updates: `Scores`' fields, and its trace on all rows.
 
-    `trace` is None for a dense model, `values_BT` and `router_logp_BTLK` where no objective asks for them.
+    `trace` is its native routing, None for a dense model; `forced` the trace that replay forces, None without
+    replay; `values_BT` and `router_logp_BTLK` are there where an objective asks for them.
     """
 
     logp_BT: Tensor
     entropy_BT: Tensor
     trace: RoutingTrace | None
+    forced: RoutingTrace | None = None
     values_BT: Tensor | None = None
     router_logp_BTLK: Tensor | None = None
 
@@ -61,8 +63,13 @@ def old_policy_pass(
     moe: bool,
     value_head: ValueHead | None = None,
     router_scores: bool = False,
+    replay_source: str | None = None,
+    rollout_trace: RoutingTrace | None = None,
 ) -> OldPolicy:
-    """Log-probabilities, entropy and native routing of the policy that sampled, by the training forward."""
+    """Log-probabilities, entropy and native routing of the policy that sampled, by the training forward.
+
+    Under R3 the log-probabilities are on the sampler's experts, as those of the updates will be.
+    """
     scores, traces, router_logps = [], [], []
     for rows in flat(plan):
         with record_routing(policy) if moe else nullcontext() as recorder:
@@ -82,13 +89,29 @@ def old_policy_pass(
     logp_BT = joined([part.logp_BT for part in scores])
     entropy_BT = joined([part.entropy_BT for part in scores])
     assert logp_BT is not None and entropy_BT is not None
+    trace = RoutingTrace.cat(traces) if traces else None
+    forced = {None: None, "old_policy": trace, "rollout": rollout_trace}[replay_source]
+    if replay_source == "rollout" and forced is not None:
+        logp_BT = replayed_logp(policy, batch, plan, temperature, forced)
     return OldPolicy(
         logp_BT,
         entropy_BT,
-        RoutingTrace.cat(traces) if traces else None,
+        trace,
+        forced,
         values_BT=joined([part.values_BT for part in scores]),
         router_logp_BTLK=joined(router_logps),
     )
+
+
+def replayed_logp(
+    policy: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float, trace: RoutingTrace
+) -> Tensor:
+    """log π of the sampled tokens on a trace's experts, [B, T], nats."""
+    parts = []
+    for rows in flat(plan):
+        with replay_routing(policy, trace[rows]):
+            parts.append(score(policy, batch[rows], temperature).logp_BT)
+    return torch.cat(parts)
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -55,10 +55,10 @@ class Update:
 
 
 def routing_of(learner: Learner, old: OldPolicy, rows: slice) -> AbstractContextManager[Replay | None]:
-    """Native routing, or π_old's experts forced for these rows; held open until after backward."""
-    if learner.config.replay.source is None or old.trace is None:
+    """Native routing, or replay of the old experts for these rows; held open until after backward."""
+    if old.forced is None:
         return nullcontext()
-    return replay_routing(learner.policy, old.trace[rows])
+    return replay_routing(learner.policy, old.forced[rows])
 
 
 def gradient_update(
@@ -104,9 +104,9 @@ def gradient_update(
         logps.append(scores.logp_BT.detach())
         for name, tensor in extra.items():
             forward_tensors.setdefault(name, []).append(tensor.detach())
-        if replay is not None and old.trace is not None:
+        if replay is not None and old.forced is not None:
             on = part.routing_rows_BT
-            overridden.append(expert_change(old.trace[rows].where(on), replay.native.where(on)))
+            overridden.append(expert_change(old.forced[rows].where(on), replay.native.where(on)))
 
     grad_norm = torch.nn.utils.clip_grad_norm_(
         learner.trained.parameters(), config.optim.max_grad_norm

@@ -50,11 +50,8 @@ def test_the_defaults_are_the_papers():
 
 
 def test_arms():
-    assert [arm_name("grpo", None), arm_name("grpo", "old_policy"), arm_name("gspo", None)] == [
-        "grpo",
-        "grpo+replay",
-        "gspo",
-    ]
+    names = [arm_name("grpo", source) for source in (None, "old_policy", "rollout")]
+    assert names == ["grpo", "grpo+replay", "grpo+rollout_replay"]
     cfg = composed("arm=grpo_replay")
     assert (cfg.arm, cfg.objective.name, cfg.replay.source) == ("grpo+replay", "grpo", "old_policy")
 

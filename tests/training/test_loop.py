@@ -69,7 +69,7 @@ def fresh(lm, task):
     return make
 
 
-@pytest.mark.parametrize("source", [None, "old_policy"])
+@pytest.mark.parametrize("source", [None, "old_policy", "rollout"])
 def test_the_first_ratio_of_a_step_is_exactly_one(tmp_path, fresh, task, source):
     result = run(tmp_path / "run", fresh(), task, config(replay=ReplayConfig(source)))
     first = result.updates().query("update == 1")
@@ -152,6 +152,43 @@ def test_a_replay_update_uses_the_old_experts_and_says_what_it_overrode(tmp_path
     # the first update is the same in both arms, the second is not
     assert native.updates()["loss"][0] == replayed.updates()["loss"][0]
     assert native.updates()["ratio/token_std"][1] != replayed.updates()["ratio/token_std"][1]
+
+
+def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, task, monkeypatch):
+    from moe_rl.training import groups, update
+
+    recorded, forced = [], []
+    sample, replay = groups.sample_and_grade, update.replay_routing
+
+    def sampled(*args, **kwargs):
+        found = sample(*args, **kwargs)
+        # as if the sampler were another engine: another first choice for every tenth token
+        experts = found.trace.experts.clone()
+        experts[:, ::10] = (experts[:, ::10] + 1) % found.trace.num_experts
+        found = replace(found, trace=replace(found.trace, experts=experts))
+        recorded.append(found.trace)
+        return found
+
+    def replayed(model, trace):
+        forced.append(trace)
+        return replay(model, trace)
+
+    monkeypatch.setattr(groups, "sample_and_grade", sampled)
+    monkeypatch.setattr(update, "replay_routing", replayed)
+    result = run(tmp_path / "run", fresh(), task, config(steps=1, replay=ReplayConfig("rollout")))
+    assert torch.equal(torch.cat([trace.experts for trace in forced]), recorded[0].experts)
+    # old and new log-probabilities are on the same experts, so the first ratio is 1 whatever the sampler did
+    assert result.updates()["ratio/token_std"][0] == 0.0
+    assert result.updates()["replay/overridden"][0] > 0
+    assert 0.01 < result.steps()["mismatch/experts"][0] < 0.3
+
+
+def test_rollout_replay_of_the_same_weights_is_old_policy_replay(tmp_path, fresh, task):
+    """In float32 cached decoding chooses the experts of the full forward, so R2 and R3 coincide."""
+    r2 = run(tmp_path / "r2", fresh(), task, config(replay=ReplayConfig("old_policy")))
+    r3 = run(tmp_path / "r3", fresh(), task, config(replay=ReplayConfig("rollout")))
+    assert r3.steps()["mismatch/experts"].tolist() == [0.0] * STEPS
+    assert r3.steps()["loss"].tolist() == pytest.approx(r2.steps()["loss"].tolist(), abs=1e-6)
 
 
 def test_arms_share_prompts_and_samples(tmp_path, fresh, task):
