@@ -4,9 +4,9 @@
     python -m experiments.inspect_trace response.json rollout.npy --model path/to/config.json
     python -m experiments.inspect_trace batch.npy --format tunix --layers 48 --experts 128 --top-k 8
 
-One line per sequence; the exit status is 1 when any was refused. Files of other engines need the sizes of the
-model: `--model` (a directory or a config.json; no weights are read), or `--layers`, `--experts`, `--top-k` and,
-where some layers are dense, `--moe-layers`.
+One line per sequence; the exit status is 1 when any was refused. Files of other engines need the sizes of
+the model: `--model` (a directory or a config.json; no weights are read), or `--layers`, `--experts` and
+`--top-k`, with `--moe-layers` where some layers are dense.
 """
 
 from __future__ import annotations

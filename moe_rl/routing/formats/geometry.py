@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModel, PretrainedConfig
 
 from moe_rl.routing.routers import find_routers
 from moe_rl.routing.trace import RoutingError
@@ -63,11 +63,16 @@ class ModelRouting:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelRouting:
-        """Of a transformers config: the model is built without weights, so every family's own rule for which
-        layers are dense applies. Raises RoutingError for a dense or unknown model."""
+        """Of a transformers config, or the text part of one.
+
+        The model is built without weights, so that every family's own rule says which layers are dense.
+        Raises RoutingError for a dense model, and for a config that transformers builds no model of.
+        """
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config.get_text_config())
-        except ValueError as error:  # transformers names no causal LM for this config
-            raise RoutingError(f"no causal language model for {type(config).__name__}: {error}") from error
+                model = AutoModel.from_config(config.get_text_config())
+        except Exception as error:  # impossible sizes fail somewhere in the family's own code
+            raise RoutingError(
+                f"transformers builds no model of this {type(config).__name__}: {error}"
+            ) from error
         return cls.from_model(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -102,6 +101,8 @@ def tracer_steps(
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """[rows, layers, K] of the steps of a RouterTracer file one after another, and the columns' layers."""
     source = "RouterTracer"
+    if not isinstance(records, Iterable):
+        raise RoutingError(f"{source}: expected a list of records, got {type(records).__name__}")
     steps: dict[int, dict[int, np.ndarray]] = {}
     ranks = set()
     for record in records:
@@ -227,8 +228,7 @@ def _from_stacked(
     for length in lengths:
         require_count("tokens", length, least=1)
     parts = _sequences(stacked_RLK, lengths, layout, source)
-    local = replace(routing, moe_layer_ids=tuple(sorted(layers)))
-    return to_trace([Rows(source, part, layer_ids=layers) for part in parts], local, lengths)
+    return to_trace([Rows(source, part, layer_ids=layers) for part in parts], routing, lengths)
 
 
 def _sequences(

@@ -54,7 +54,7 @@ def import_sequences(
         value, tokens = [value], [int(tokens)]
     if not isinstance(value, list | tuple | np.ndarray | Tensor) or len(value) != len(tokens):
         raise RoutingError(f"expected a list of {len(tokens)} payloads, one a sequence, got {type(value)}")
-    starts = [start] * len(tokens) if isinstance(start, int) else list(start)
+    starts = [start] * len(tokens) if isinstance(start, int | np.integer) else list(start)
     if len(starts) != len(tokens):
         raise RoutingError(f"got {len(starts)} starts for {len(tokens)} sequences")
     rows = [decode(payload, routing, begin) for payload, begin in zip(value, starts, strict=True)]
