@@ -37,7 +37,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[str, int, Settings]:
     parser.add_argument("--kl-coef", type=float, help="coefficient of the KL to ref_logp")
     parser.add_argument("--entropy-coef", type=float, help="coefficient of the entropy bonus")
     parser.add_argument("--group-size", type=int, help="responses per prompt, next to each other")
-    parser.add_argument("--tolerance", type=float, help="relative to the size of the loss's terms")
+    parser.add_argument(
+        "--tolerance", type=float, help="relative to the loss and the terms that cancel in it"
+    )
     parser.add_argument("--departures", type=int, default=1, choices=(0, 1, 2), help="mistakes to allow")
     parser.add_argument("--top", type=int, default=8, help="matches to print")
     given = parser.parse_args(arguments)
@@ -98,8 +100,8 @@ def header(dump: Dump, diagnosis: Diagnosis) -> list[str]:
     precision = f"{dump.loss_dtype} loss, {dump.value_dtype} tensors".replace("torch.", "")
     lines = [
         f"loss {dump.loss:.9g} of {rows} responses, {tokens}; {precision}",
-        f"tried {diagnosis.tried} conventions; a match is within {diagnosis.tolerance:.1e} of the size of the "
-        "terms",
+        f"tried {diagnosis.tried} conventions; a match is within {diagnosis.tolerance:.1e} of the loss and "
+        "the terms that cancel in it",
     ]
     return lines + ([f"entries not used: {', '.join(dump.ignored)}"] if dump.ignored else [])
 
@@ -119,7 +121,13 @@ def counts(match: Match, dump: Dump) -> list[str]:
 
 def matched(diagnosis: Diagnosis, dump: Dump, top: int) -> list[str]:
     matches, first = diagnosis.matches, diagnosis.matches[0]
-    lines = [f"MATCH: {len(matches)} convention{'s' if len(matches) > 1 else ''}", table(matches[:top])]
+    lines = [f"MATCH: {len(matches)} convention{'s' if len(matches) > 1 else ''}"]
+    if diagnosis.chance >= 0.05:
+        lines = [
+            f"{lines[0]}, as far as this precision shows: about {diagnosis.chance:.1f} would come as near by "
+            "chance, so dump in a wider dtype to be sure"
+        ]
+    lines.append(table(matches[:top]))
     if len(matches) > top:
         lines.append(f"  and {len(matches) - top} more (--top)")
     lines += [f"{peer}: {settings}" for peer, settings in peer_settings(first).items()]
@@ -128,8 +136,6 @@ def matched(diagnosis: Diagnosis, dump: Dump, top: int) -> list[str]:
     if len(matches) > 1:
         lines.append("this dump cannot tell them apart:")
         lines += [f"  - {reason}" for reason in reasons]
-    if diagnosis.chance >= 0.05:
-        lines.append(f"about {diagnosis.chance:.1f} conventions would come this close by chance")
     return [*lines, *counts(first, dump)]
 
 
@@ -146,8 +152,8 @@ def unmatched(diagnosis: Diagnosis, dump: Dump) -> list[str]:
             "range, divisor or coefficients that you know (--help)"
         )
     lines.append(
-        "if none is near: is the loss of the same call as the tensors, and without an auxiliary (router) loss? "
-        "is the clip range a default one (--clip-low, --clip-high)?"
+        "if none is near: does the loss belong to these tensors, without a router's auxiliary loss? "
+        "Is its clip range a default one (--clip-low, --clip-high)?"
     )
     return [*lines, *counts(first, dump)]
 

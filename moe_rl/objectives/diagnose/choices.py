@@ -21,7 +21,7 @@ class Settings:
     entropy_coef: float | None = None
     group_size: int | None = None
     departures: int = 1
-    tolerance: float | None = None  # relative to the size of the terms; None: by the dump's precision
+    tolerance: float | None = None  # relative to Match.scale; None: by the dump's precision
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ALIASES = {
 }
 REQUIRED = ("logp", "old_logp", "mask", "loss")
 PER_TOKEN = ("logp", "old_logp", "ref_logp", "sampler_logp", "entropy", "router_shift")
-# How far a right recomputation may be off, relative to the size of the loss's terms before they cancel.
+# How far a right recomputation may be off, relative to |loss| plus the responses' parts in quadrature.
 # float64: verl adds 1e-8 to its divisors. float32: sums over many tokens. The others: one unit of rounding.
 TOLERANCES = {
     torch.float64: 1e-7,
@@ -67,7 +67,8 @@ class Dump:
     @property
     def tolerances(self) -> tuple[float, ...]:
         """Tight first: the loss's own precision, then that of the coarsest tensor where it is worse."""
-        return tuple(sorted({TOLERANCES[self.loss_dtype], TOLERANCES[self.value_dtype]}))
+        tight, coarse = TOLERANCES[self.loss_dtype], TOLERANCES[self.value_dtype]
+        return (tight, coarse) if coarse > tight else (tight,)
 
 
 def read_dump(path: str | Path) -> Dump:

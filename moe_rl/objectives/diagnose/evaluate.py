@@ -38,26 +38,20 @@ class Sums:
     """Token sums per response."""
 
     objective: Tensor  # [C, B], for C advantage conventions; maximised
-    magnitude: Tensor  # [C, B], of |objective|: what rounding errors scale with
+    magnitude: Tensor  # [C, B], of |objective|: what its rounding error scales with
     regularisers: dict[str, Tensor]  # [B] each: k1, k2, k3, ratio*k3, entropy
     counts: Tensor  # [B], tokens under the unit's mask
 
 
 def masked_batch(unit: Unit, dump: Dump, advantages: Tensor) -> tuple[Batch, Tensor | None]:
     """(batch under the unit's mask and ratio, sampler weights [B, T] or None)."""
-    mask_BT, weights_BT = _mask_of(unit, dump), None
+    mask_BT, weights_BT = unit.mask.values, None
     if unit.correction.name:
         assert dump.sampler_logp is not None
         correct = get_mismatch_correction(unit.correction.name)(dump.old_logp, dump.sampler_logp, mask_BT)
         mask_BT, weights_BT = correct.mask, correct.weights
     batch = prepare_batch(dump.logp, dump.old_logp, advantages, mask_BT)
     return unit.ratio.change(batch, dump), weights_BT
-
-
-def is_new(unit: Unit, dump: Dump) -> bool:
-    """Whether the unit differs at all from a cheaper one: its mask changes something and leaves something."""
-    mask_BT = _mask_of(unit, dump)
-    return bool(mask_BT.any()) and (unit.mask.cost == 0 or not torch.equal(mask_BT, dump.mask))
 
 
 def evaluate(unit: Unit, dump: Dump, advantages: list[Advantages]) -> Sums:
@@ -85,11 +79,6 @@ def clip_counts(unit: Unit, dump: Dump, advantages: Tensor) -> dict[str, float]:
     batch, _ = masked_batch(unit, dump, advantages)
     surrogate = _surrogate(unit, dump, batch)
     return policy_metrics(batch, surrogate.clipped, surrogate.outside)
-
-
-def _mask_of(unit: Unit, dump: Dump) -> Tensor:
-    """The unit's mask, kept off positions where the dump has no number."""
-    return unit.mask.change(dump.mask) & dump.logp.isfinite() & dump.old_logp.isfinite()
 
 
 def _by_sign(values_CB: Tensor, up_B: Tensor, down_B: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from moe_rl.objectives.diagnose.dump import Dump
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(Choice):
-    """A response mask that the trainer may have used in place of the dump's."""
+    """A response mask, bool [B, T], that the trainer may have used in place of the dump's."""
 
-    change: Callable[[Tensor], Tensor]
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +37,27 @@ class Advantages(Choice):
     values: Tensor
 
 
-def masks() -> list[Mask]:
-    """The dump's mask and the usual slips of a position."""
+def masks(dump: Dump) -> list[Mask]:
+    """The dump's mask and the usual slips of a position, where they change it and the dump has numbers."""
     off_by_one = "the mask is off by one against logp"
     without_last = "the mask ends one token early: EOS has no loss"
     with_next = "the mask ends one token late, or the dump's leaves EOS out"
-    return [
-        Mask("", change=torch.clone),
-        Mask("last token dropped", 1, without_last, change=_without_last),
-        Mask("one more token", 1, with_next, change=_with_next),
-        Mask("first token dropped", 1, "the mask starts one token late", change=_mirrored(_without_last)),
-        Mask("one token before", 1, "the mask starts one token early", change=_mirrored(_with_next)),
-        Mask("mask shifted right", 1, off_by_one, change=_shifted),
-        Mask("mask shifted left", 1, off_by_one, change=_mirrored(_shifted)),
-        Mask("mask ignored", 1, "every position counts, padding too", change=torch.ones_like),
-    ]
+    slips = (
+        ("last token dropped", without_last, _without_last),
+        ("one more token", with_next, _with_next),
+        ("first token dropped", "the mask starts one token late", _mirrored(_without_last)),
+        ("one token before", "the mask starts one token early", _mirrored(_with_next)),
+        ("mask shifted right", off_by_one, _shifted),
+        ("mask shifted left", off_by_one, _mirrored(_shifted)),
+        ("mask ignored", "every position counts, padding too", torch.ones_like),
+    )
+    known = dump.logp.isfinite() & dump.old_logp.isfinite()
+    found = [Mask("", values=dump.mask)]
+    for name, note, change in slips:
+        mask_BT = change(dump.mask) & known
+        if bool(mask_BT.any()) and not any(torch.equal(mask_BT, other.values) for other in found):
+            found.append(Mask(name, 1, note, values=mask_BT))
+    return found
 
 
 def _shifted(mask_BT: Tensor) -> Tensor:
@@ -154,7 +160,7 @@ def from_rewards(rewards_B: Tensor, group_size: int | None) -> list[Advantages]:
             found.append(Advantages(f"{normalise}, G={size}", values=values))
         found += _by_other_deviations(rewards_B, size)
     found.append(Advantages("raw rewards", 1, "rewards enter without a baseline", values=rewards_B))
-    if group_size != rows:
+    if rows not in sizes:
         note = "the baseline is the mean of the whole batch, not of a prompt's group"
         for normalise in ("verl", "mean"):
             values = group_advantages(rewards_B, rows, normalise=normalise)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import product
 
 import numpy as np
 import torch
 
 from moe_rl.objectives.diagnose.choices import Choice, Settings
 from moe_rl.objectives.diagnose.dump import Dump
-from moe_rl.objectives.diagnose.evaluate import Sums, Unit, clip_counts, evaluate, is_new
+from moe_rl.objectives.diagnose.evaluate import Sums, Unit, clip_counts, evaluate
 from moe_rl.objectives.diagnose.inputs import Advantages, advantages, corrections, from_rewards, masks, ratios
 from moe_rl.objectives.diagnose.policies import policies
 from moe_rl.objectives.diagnose.reductions import (
@@ -44,7 +45,7 @@ class Match:
     factor: Factor
     loss: float
     target: float
-    scale: float  # of the loss's terms before they cancel
+    scale: float  # what errors are relative to: |loss| + responses' terms in quadrature
     dump: Dump = field(repr=False)
 
     @property
@@ -89,7 +90,12 @@ def diagnose(dump: Dump, settings: Settings | None = None) -> Diagnosis:
     """Search the conventions up to `settings.departures` departures; see Diagnosis."""
     search = _Search(dump, settings or Settings())
     tolerances = search.tolerances
-    coincidences, chance = 0, 0.0
+    hits, chance = search.hits(tolerances[0], 0)
+    if len(hits):  # the usual case, and quick: the rest of the space stays untouched
+        return Diagnosis(tuple(search.ranked(hits, tolerances[0])), (), search.tried, tolerances[0], chance)
+    for cost in range(1, search.settings.departures + 1):
+        search.add_units(cost)
+    coincidences = 0
     for tolerance in tolerances:
         for cost in range(search.settings.departures + 1):
             hits, chance = search.hits(tolerance, cost)
@@ -138,10 +144,16 @@ class _Search:
         self.combinations = {budget: self._combinations(budget) for budget in range(settings.departures + 1)}
         self.units: list[Unit] = []
         self.tried = 0
-        kept = [self._losses(unit) for unit in self._units()]
-        columns = zip(*kept, strict=True)
+        self.candidates = list(self._units())
+        self.kept: list[tuple[np.ndarray, ...]] = []
+        self.add_units(0)
+
+    def add_units(self, cost: int) -> None:
+        """Evaluate the units of exactly this cost and pool their losses with the others'."""
+        self.kept += [self._losses(unit) for unit in self.candidates if unit.cost == cost]
+        columns = zip(*self.kept, strict=True)
         self.loss, self.scale, self.cost, self.unit, self.combination = map(np.concatenate, columns)
-        self.off = np.abs(self.loss - dump.loss)
+        self.off = np.abs(self.loss - self.dump.loss)
 
     def hits(self, tolerance: float, cost: int) -> tuple[np.ndarray, float]:
         """(indices of exactly this cost within the tolerance, how many chance would put there up to it)."""
@@ -153,8 +165,9 @@ class _Search:
     def ranked(self, hits: np.ndarray, tolerance: float) -> list[Match]:
         """Best first: agreeing with the dump's clip_frac, by error in coarse steps, likeliest."""
         steps = np.round(self.off[hits] / (tolerance * self.scale[hits] + 1e-300), 1)
-        order = np.lexsort((hits, steps))
-        matches = [self._match(index) for index in hits[order]]
+        matches = [self._match(index) for index in hits[np.lexsort((hits, steps))]]
+        # A bare factor explains less than the aggregation that has it.
+        matches.sort(key=lambda match: match.factor.cost)
         logged = self.dump.clip_frac
         if logged is None:
             return matches
@@ -199,14 +212,12 @@ class _Search:
         dump, settings = self.dump, self.settings
         per_token = dump.advantages is not None and dump.advantages.ndim == 2
         router_shift = dump.router_shift is not None
+        readings = list(product(ratios(dump), masks(dump), corrections(dump)))
         for policy in policies(settings, per_token=per_token, router_shift=router_shift):
-            for ratio in ratios(dump):
-                for mask in masks():
-                    for correction in corrections(dump):
-                        unit = Unit(policy, ratio, mask, correction)
-                        applies = policy.family in ratio.families and unit.cost <= settings.departures
-                        if applies and is_new(unit, dump):
-                            yield unit
+            for ratio, mask, correction in readings:
+                unit = Unit(policy, ratio, mask, correction)
+                if policy.family in ratio.families and unit.cost <= settings.departures:
+                    yield unit
 
     def _combinations(self, budget: int) -> tuple[np.ndarray, ...]:
         """Indices of advantages, aggregation, term and factor that cost at most `budget`, and their costs."""
@@ -223,12 +234,13 @@ class _Search:
         sums = evaluate(unit, self.dump, self.advantages)
         weights_MB = torch.stack([choice.weights(sums.counts) for choice in self.aggregations])
         objective_CM = (sums.objective @ weights_MB.T).numpy()
-        magnitude_CM = (sums.magnitude @ weights_MB.T).numpy()
+        spread_CM = (sums.magnitude.square() @ weights_MB.square().T).sqrt().numpy()
         term_DM, term_size_DM = self._regularisers(sums, weights_MB)
         factor_F = np.array([choice.value for choice in self.factors])
         a, g, t, f, cost = self.combinations[self.settings.departures - unit.cost]
         loss = factor_F[f] * (term_DM[t, g] - objective_CM[a, g])
-        scale = np.abs(factor_F[f]) * (magnitude_CM[a, g] + term_size_DM[t, g])
+        # Rounding errs independently from response to response: their terms add in quadrature.
+        scale = np.abs(loss) + np.abs(factor_F[f]) * (spread_CM[a, g] + term_size_DM[t, g])
         self.tried += len(loss)
         cost = cost + unit.cost
         off = np.where(np.isfinite(loss) & np.isfinite(scale), np.abs(loss - self.dump.loss), np.inf)

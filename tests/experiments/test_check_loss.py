@@ -1,0 +1,179 @@
+"""The command: files in, a table and an exit code out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experiments.check_loss import main
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+CASES = json.loads((GOLDEN / "peer_values.json").read_text())["cases"]
+
+
+def dump_of(peer, objective, scene="wild"):
+    """A stored call of a peer, as float32 entries."""
+    tensors = load_file(GOLDEN / "peer_values.safetensors")
+    (case,) = (
+        case
+        for case in CASES
+        if (case["peer"], case["objective"], case["scene"]) == (peer, objective, scene)
+        and "advantages" not in case
+    )
+    entries = {
+        name: tensors[f"{scene}/{name}"].float() for name in ("logp", "old_logp", "mask", "advantages")
+    }
+    return entries | {"loss": tensors[f"{case['key']}/loss"].float()}
+
+
+@pytest.fixture
+def verl_gspo():
+    return dump_of("verl gspo seq-mean-token-mean", "gspo")
+
+
+def as_numpy(entries):
+    return {name: tensor.numpy() for name, tensor in entries.items()}
+
+
+def test_a_trl_dump_by_the_real_command(tmp_path):
+    path = tmp_path / "trl.safetensors"
+    save_file(dump_of("trl GRPOTrainer loss_type=dapo level=token", "dapo"), path)
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.check_loss", str(path)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "MATCH: 1 convention\n" in result.stdout
+    assert "grpo clip 0.2/0.28  token-mean   as given    nothing" in result.stdout
+    assert 'TRL: loss_type="dapo"' in result.stdout
+
+
+def test_a_verl_dump_in_npz(tmp_path, verl_gspo, capsys):
+    path = tmp_path / "verl.npz"
+    np.savez(path, **as_numpy(verl_gspo | {"clip_frac": torch.tensor(17 / 34), "step": torch.tensor(3)}))
+    assert main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "6 responses, 34 of 54 tokens; float32 loss, float32 tensors" in out
+    assert "gspo clip 0.0003/0.0004  seq-mean-token-mean" in out
+    assert "verl: policy_loss.loss_mode=gspo, loss_agg_mode=seq-mean-token-mean" in out
+    assert "entries not used: step" in out
+    (line,) = (line for line in out.splitlines() if "clip_frac/token " in line)
+    assert line.split()[1:4] == ["0.5", "verl", "actor/pg_clipfrac"]
+    assert line.endswith("<- the dump's clip_frac")
+
+
+def test_the_trap_of_gspo_under_token_mean(tmp_path, verl_gspo, capsys):
+    entries = verl_gspo
+    log_ratio = ((entries["logp"] - entries["old_logp"]) * entries["mask"]).double()
+    ratio = (log_ratio.sum(1) / entries["mask"].sum(1)).exp()
+    advantages = entries["advantages"].double()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
+    loss = -(objective[:, None] * entries["mask"]).sum() / entries["mask"].sum()
+    np.savez(tmp_path / "trap.npz", **as_numpy(entries | {"loss": loss.float()}))
+    assert main([str(tmp_path / "trap.npz")]) == 0
+    out = capsys.readouterr().out
+    assert 'TRL: loss_type="dapo", importance_sampling_level="sequence"' in out
+    assert "note: GSPO (Eq. 5) averages over responses" in out
+
+
+def test_nothing_matches(tmp_path, verl_gspo, capsys):
+    np.savez(tmp_path / "odd.npz", **as_numpy(verl_gspo | {"loss": verl_gspo["loss"] * 1.0009}))
+    assert main([str(tmp_path / "odd.npz")]) == 1
+    out = capsys.readouterr().out
+    assert "NO MATCH" in out
+    assert "the loss is 1.0009 times the first" in out
+    assert "9.0e-04  gspo clip 0.0003/0.0004  seq-mean-token-mean" in out
+
+
+def test_a_dump_that_cannot_tell(tmp_path, verl_gspo, capsys):
+    entries = verl_gspo | {"old_logp": verl_gspo["logp"], "loss": -verl_gspo["advantages"].mean()}
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in entries.items()}, tmp_path / "on.safetensors"
+    )
+    assert main([str(tmp_path / "on.safetensors"), "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "this dump cannot tell them apart:\n  - every ratio is 1" in out
+    assert "more (--top)" in out
+
+
+def test_rewards_beside_advantages(tmp_path, verl_gspo, capsys):
+    rewards = torch.tensor([1.0, 0, 0.5, 2, 0, 0])
+    grouped = rewards.reshape(2, 3)
+    advantages = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
+    entries = verl_gspo | {"rewards": rewards, "advantages": advantages, "group_size": torch.tensor(3)}
+    np.savez(tmp_path / "both.npz", **as_numpy(entries))
+    main([str(tmp_path / "both.npz")])
+    assert "the advantages are the rewards under: trl, G=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("gone.npz", lambda path, e: None, "gone.npz: no such file"),
+        (
+            "dump.pt",
+            lambda path, e: path.write_bytes(b"x"),
+            "expected .safetensors or .npz (a pickle is never",
+        ),
+        ("bad.npz", lambda path, e: path.write_bytes(b"x"), "bad.npz: "),
+        ("bad.safetensors", lambda path, e: path.write_bytes(b"x" * 99), "not a readable .safetensors file"),
+        (
+            "object.npz",
+            lambda path, e: np.savez(path, **(as_numpy(e) | {"loss": np.array([{}], dtype=object)})),
+            "holds something other than numeric arrays",
+        ),
+        (
+            "text.npz",
+            lambda path, e: np.savez(path, **as_numpy(e), run=np.array("name")),
+            "holds something other than numeric arrays",
+        ),
+        (
+            "short.npz",
+            lambda path, e: np.savez(path, **{k: v for k, v in as_numpy(e).items() if k != "mask"}),
+            "missing mask; got advantages, logp, loss, old_logp",
+        ),
+        (
+            "nan.npz",
+            lambda path, e: np.savez(path, **(as_numpy(e) | {"logp": np.full((6, 9), np.nan, np.float32)})),
+            "logp is NaN or infinite at 34 response tokens",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tmp_path, verl_gspo, name, write, message, capsys):
+    write(tmp_path / name, verl_gspo)
+    assert main([str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--clip-low", "0.2"], "--clip-low and --clip-high are given together"),
+        (["--kl-coef", "-1"], "--kl-coef must be greater than 0, got -1"),
+        (["--departures", "5"], "invalid choice"),
+        (["--kl-coef", "0.1"], "--kl-coef needs the entry ref_logp in the dump"),
+        (["--entropy-coef", "0.1"], "--entropy-coef needs the entry entropy in the dump"),
+        (["--group-size", "4"], "--group-size must divide the 6 responses, got 4"),
+    ],
+)
+def test_bad_options_exit_2(tmp_path, verl_gspo, arguments, message, capsys):
+    np.savez(tmp_path / "dump.npz", **as_numpy(verl_gspo))
+    try:
+        code = main([str(tmp_path / "dump.npz"), *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
