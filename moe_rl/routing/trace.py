@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = "moe_rl.routing_trace"
-FORMAT_VERSION = 1
-_TOKENS_PER_CHUNK = 16_384  # bounds the memory of content checks
+from moe_rl.routing.content import check_content
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.tokens import hash_tokens
 
+if TYPE_CHECKING:
+    from moe_rl.routing.storage import TraceFile
 
-class RoutingError(ValueError):
-    """A trace, a model or a forward pass that cannot be recorded or replayed; the text says what to do."""
+Rows = int | slice | Sequence[int] | Sequence[bool] | Tensor
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
@@ -39,6 +37,9 @@ class RoutingTrace:
     layer_ids    decoder-layer index of each of the L router calls of one forward, in execution order. An
                  index repeats when a layer has two routers (JetMoe) or a looped model passes it again.
     num_experts  E, with zero and skip experts where a family has them.
+    source       where the routing comes from, such as an engine's name.
+    weights_version  of the weights that routed, in the count of whoever recorded.
+    token_hash   int64 [B] on the CPU, `hash_tokens` of the sequences; see `for_tokens`.
 
     Raises RoutingError when the fields do not fit each other; `validate` checks the ids themselves.
     """
@@ -47,6 +48,9 @@ class RoutingTrace:
     valid: Tensor
     layer_ids: tuple[int, ...]
     num_experts: int
+    source: str | None = None
+    weights_version: int | None = None
+    token_hash: Tensor | None = None
     _validated: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +74,13 @@ class RoutingTrace:
             raise RoutingError(
                 f"K = {experts.shape[3]} must be between 1 and num_experts = {self.num_experts}"
             )
+        if self.token_hash is not None and (
+            self.token_hash.dtype != torch.int64 or self.token_hash.shape != valid.shape[:1]
+        ):
+            raise RoutingError(
+                f"token_hash must be an int64 tensor [B] = {list(valid.shape[:1])} as hash_tokens returns, "
+                f"got {self.token_hash.dtype} {list(self.token_hash.shape)}"
+            )
 
     @property
     def top_k(self) -> int:
@@ -81,16 +92,15 @@ class RoutingTrace:
         """Bytes held by the tensors."""
         return self.experts.nbytes + self.valid.nbytes
 
-    def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> RoutingTrace:
-        """The same trace for some sequences; an int keeps the batch dimension."""
-        if isinstance(rows, slice):
-            return self._derive(experts=self.experts[rows], valid=self.valid[rows])
-        index = torch.as_tensor(rows, device=self.experts.device).reshape(-1)
-        index = index.nonzero().squeeze(1) if _is_bool(index) else index.long()
-        B = len(self.valid)
-        if index.numel() and not -B <= int(index.min()) <= int(index.max()) < B:
-            raise RoutingError(f"sequences {index.tolist()} are not all in a trace of {B} sequences")
-        return self._derive(experts=self.experts[index], valid=self.valid[index])
+    def __getitem__(self, rows: Rows) -> RoutingTrace:
+        """The same trace for some sequences; an int keeps the batch dimension, a slice copies nothing."""
+        index = rows if isinstance(rows, slice) else row_indices(rows, len(self.valid))
+        on_device = index if isinstance(index, slice) else index.to(self.experts.device)
+        return self._derive(
+            experts=self.experts[on_device],
+            valid=self.valid[on_device],
+            token_hash=None if self.token_hash is None else self.token_hash[index],
+        )
 
     def where(self, mask_BT: Tensor) -> RoutingTrace:
         """The same trace, valid only where `mask_BT` (bool or 0/1, [B, T]) is true as well, else zeros."""
@@ -103,10 +113,17 @@ class RoutingTrace:
         return self._derive(experts=experts, valid=valid)
 
     def fit(self, length: int) -> RoutingTrace:
-        """The same trace with T = `length`: cut, or padded on the right with rows that are not valid."""
+        """The same trace with T = `length`: cut, or padded on the right with rows that are not valid.
+
+        A cut drops the token hash.
+        """
         B, T, L, K = self.experts.shape
-        if length <= T:
-            return self._derive(experts=self.experts[:, :length], valid=self.valid[:, :length])
+        if length == T:
+            return self
+        if length < T:
+            return self._derive(
+                experts=self.experts[:, :length], valid=self.valid[:, :length], token_hash=None
+            )
         experts = self.experts.new_zeros(B, length, L, K)
         experts[:, :T] = self.experts
         valid = self.valid.new_zeros(B, length)
@@ -114,28 +131,55 @@ class RoutingTrace:
         return self._derive(experts=experts, valid=valid)
 
     @staticmethod
-    def cat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Join traces of one model along B. Raises RoutingError when T, layers, E or K differ."""
+    def cat(traces: Sequence[RoutingTrace], dim: int = 0) -> RoutingTrace:
+        """Join traces of one model: sequences (`dim` 0), or rows of the same sequences (1).
+
+        Source and weights version are kept where all agree, token hashes where all have one and dim is 0.
+        Raises RoutingError when layers, E, K or the other dimension differ.
+        """
         if not traces:
             raise RoutingError("cat needs at least one trace")
-        first = traces[0]
+        first, other = traces[0], 1 - dim
         for trace in traces[1:]:
             first.require_same_model(trace)
-            if trace.valid.shape[1] != first.valid.shape[1]:
+            if trace.valid.shape[other] != first.valid.shape[other]:
                 raise RoutingError(
-                    f"traces of T = {first.valid.shape[1]} and {trace.valid.shape[1]} rows cannot be joined; "
-                    "use trace.fit(length) first"
+                    f"traces of {'BT'[other]} = {first.valid.shape[other]} and {trace.valid.shape[other]} "
+                    f"cannot be joined along {'BT'[dim]}"
+                    + ("; use trace.fit(length) first" if dim == 0 else "")
                 )
+        hashes = [trace.token_hash for trace in traces if trace.token_hash is not None]
         joined = replace(
             first,
-            experts=torch.cat([trace.experts for trace in traces]),
-            valid=torch.cat([trace.valid for trace in traces]),
+            experts=torch.cat([trace.experts for trace in traces], dim),
+            valid=torch.cat([trace.valid for trace in traces], dim),
+            source=_common([trace.source for trace in traces]),
+            weights_version=_common([trace.weights_version for trace in traces]),
+            token_hash=torch.cat(hashes) if dim == 0 and len(hashes) == len(traces) else None,
         )
         return joined._trusted() if all(trace._validated for trace in traces) else joined
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """The same trace on another device."""
         return self._derive(experts=self.experts.to(device), valid=self.valid.to(device))
+
+    def for_tokens(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> RoutingTrace:
+        """The same trace, with the hash of the tokens it routes; `mask_BT` leaves out padding.
+
+        ids_BT are the model's inputs [B, T], the attention mask their `mask_BT`.
+        """
+        return self._derive(token_hash=self._hash(ids_BT, mask_BT))
+
+    def require_tokens(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> None:
+        """Raise RoutingError unless the trace's hash is that of these tokens; no hash, no check."""
+        if self.token_hash is None:
+            return
+        differs_B = self._hash(ids_BT, mask_BT) != self.token_hash
+        if bool(differs_B.any()):
+            raise RoutingError(
+                f"the trace was recorded on other tokens in sequences {differs_B.nonzero()[:, 0].tolist()}: "
+                "their order, their padding on the left or their tokens changed since"
+            )
 
     def require_same_model(self, other: RoutingTrace) -> None:
         """Raise RoutingError unless both traces have the same MoE layers, E and K."""
@@ -154,60 +198,40 @@ class RoutingTrace:
         """
         if self._validated:
             return self
-        rows = self.valid.flatten().nonzero().squeeze(1)
-        experts_NLK = self.experts.flatten(0, 1)
-        nonzero_L = torch.zeros(len(self.layer_ids), dtype=torch.bool, device=rows.device)
-        for chunk in rows.split(_TOKENS_PER_CHUNK):
-            nonzero_L |= _check_ids(experts_NLK[chunk], self.num_experts, self.layer_ids)
-        if self.top_k > 1 and rows.numel() and not bool(nonzero_L.all()):
-            layer = self.layer_ids[int((~nonzero_L).nonzero()[0])]
-            raise RoutingError(
-                f"layer {layer} holds expert 0 in every slot of every valid row: nothing was captured there. "
-                "Drop dense layers from the trace, or check that the recording hook ran."
-            )
-        if self.top_k > 1:
-            for chunk in rows.split(_TOKENS_PER_CHUNK):
-                _check_duplicates(experts_NLK[chunk], self.layer_ids)
+        check_content(self.experts, self.valid, self.layer_ids, self.num_experts)
         return self._trusted()
 
-    def save(self, path: str | Path) -> None:
-        """Write one compact safetensors file; `load` reads it back."""
-        header = {
-            "version": FORMAT_VERSION,
-            "layer_ids": self.layer_ids,
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-        }
-        self.validate()  # narrowing the dtype would hide an id out of range
-        tensors = {
-            "experts": self.experts.to("cpu", id_dtype(self.num_experts)).contiguous(),
-            "valid": self.valid.cpu().contiguous(),
-        }
-        save_file(tensors, path, metadata={FORMAT: json.dumps(header)})
+    def save(self, path: str | Path, ordered: bool = True) -> None:
+        """Write one safetensors file of the valid rows; the format is in `moe_rl.routing.storage`.
+
+        `ordered` keeps the router's order of the K experts, at K·⌈log2 E⌉ bits per token and layer. Without
+        it experts come back in ascending order, at ⌈log2 C(E, K)⌉ bits: enough for every count of drift, but
+        a replay with K > 2 is then not bitwise, since the experts' outputs and gate weights are summed in
+        another order. Raises RoutingError when `validate` does.
+        """
+        from moe_rl.routing.storage import write_trace  # which builds on this module
+
+        write_trace(self, Path(path), ordered)
 
     @staticmethod
     def load(path: str | Path) -> RoutingTrace:
-        """Read a trace that `save` wrote. Raises RoutingError for any other file."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if FORMAT not in metadata:
-                    raise RoutingError(f"{path} is a safetensors file, but not a routing trace")
-                header = json.loads(metadata[FORMAT])
-                if header.get("version") != FORMAT_VERSION:
-                    raise RoutingError(
-                        f"{path} is a routing trace of format {header.get('version')}; this version reads "
-                        f"{FORMAT_VERSION}"
-                    )
-                experts, valid = file.get_tensor("experts"), file.get_tensor("valid")
-                trace = RoutingTrace(experts, valid, tuple(header["layer_ids"]), header["num_experts"])
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise RoutingError(f"{path} is not a routing trace: {error}") from error
-        if trace.top_k != header.get("top_k"):
-            raise RoutingError(
-                f"{path} is damaged: its header says K = {header.get('top_k')}, its rows {trace.top_k}"
-            )
-        return trace.validate()
+        """Read a trace that `save` wrote. Raises RoutingError for any other file, and a damaged one."""
+        return RoutingTrace.open(path)[:]
+
+    @staticmethod
+    def open(path: str | Path) -> TraceFile:
+        """A trace on disk, sequences of which are read on demand: `RoutingTrace.open(path)[rows]`."""
+        from moe_rl.routing.storage import TraceFile
+
+        return TraceFile(path)
+
+    def _hash(self, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+        for name, tensor in (("ids", ids_BT), ("the mask", mask_BT)):
+            if tensor is not None and tensor.shape != self.valid.shape:
+                raise RoutingError(
+                    f"{name} must be [B, T] = {list(self.valid.shape)}, got {list(tensor.shape)}"
+                )
+        return hash_tokens(ids_BT, mask_BT)
 
     def _derive(self, **changes: Any) -> RoutingTrace:
         derived = replace(self, **changes)
@@ -222,26 +246,16 @@ def _is_bool(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bool
 
 
-def _check_ids(experts_NLK: Tensor, num_experts: int, layer_ids: tuple[int, ...]) -> Tensor:
-    """Raise for ids out of range; bool [L], whether a layer holds an id other than 0."""
-    ids = experts_NLK.to(torch.int64)  # uint16 has no comparisons
-    outside_L = ((ids < 0) | (ids >= num_experts)).any(dim=2).any(dim=0)
-    if bool(outside_L.any()):
-        layer = int(outside_L.nonzero()[0])
-        low, high = int(ids[:, layer].min()), int(ids[:, layer].max())
-        raise RoutingError(
-            f"expert ids must lie in [0, {num_experts}), layer {layer_ids[layer]} holds {low} to {high}. "
-            "Mark rows without routing as not valid; a wrong num_experts has the same effect."
-        )
-    return (ids != 0).any(dim=2).any(dim=0)
+def row_indices(rows: Rows, B: int) -> Tensor:
+    """int64 [N]: the sequences of B that an index selects. Raises RoutingError for one outside."""
+    if isinstance(rows, slice):
+        return torch.arange(B)[rows]
+    index = torch.as_tensor(rows).cpu().reshape(-1)
+    index = index.nonzero().squeeze(1) if _is_bool(index) else index.long()
+    if index.numel() and not -B <= int(index.min()) <= int(index.max()) < B:
+        raise RoutingError(f"sequences {index.tolist()} are not all in a trace of {B} sequences")
+    return index
 
 
-def _check_duplicates(experts_NLK: Tensor, layer_ids: tuple[int, ...]) -> None:
-    ids = experts_NLK.to(torch.int64).sort(dim=2).values
-    duplicate_L = (ids[..., 1:] == ids[..., :-1]).any(dim=2).any(dim=0)
-    if bool(duplicate_L.any()):
-        layer = int(duplicate_L.nonzero()[0])
-        raise RoutingError(
-            f"a token chose the same expert twice in layer {layer_ids[layer]}; ids in a row must be "
-            "distinct. Mark padding and unrecorded rows as not valid."
-        )
+def _common(values: list[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else None
