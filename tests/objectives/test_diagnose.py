@@ -594,8 +594,16 @@ def test_bad_dumps(entries, change, message):
         make_dump({name: value for name, value in dump.items() if value is not None})
 
 
-def test_padding_may_hold_anything(entries):
-    dump = pick(entries, "advantages") | {"loss": tm(per_token(entries), entries["mask"])}
-    for name in ("logp", "old_logp"):
-        dump[name] = torch.where(entries["mask"] == 1, entries[name], torch.tensor(math.nan).double())
-    assert diagnose(make_dump(dump)).matches[0].unit.policy.name == "grpo clip 0.2/0.2"
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e4])
+def test_padding_may_hold_anything(entries, garbage):
+    dump = pick(entries, "advantages") | {"loss": -tm(per_token(entries), entries["mask"])}
+    dump["logp"] = torch.where(entries["mask"] == 1, entries["logp"], torch.tensor(garbage).double())
+    first = diagnose(make_dump(dump)).matches[0]
+    assert (first.unit.policy.name, first.departures) == ("grpo clip 0.2/0.2", ("× -1",))
+
+
+def test_all_advantages_zero(entries):
+    dump = make_dump(pick(entries) | {"advantages": torch.zeros(ROWS), "loss": torch.tensor(0.0)})
+    reasons, _ = reasons_of(dump)
+    assert "the loss is 0" in reasons

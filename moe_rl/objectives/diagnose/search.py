@@ -164,7 +164,8 @@ class _Search:
 
     def ranked(self, hits: np.ndarray, tolerance: float) -> list[Match]:
         """Best first: agreeing with the dump's clip_frac, by error in coarse steps, likeliest."""
-        steps = np.round(self.off[hits] / (tolerance * self.scale[hits] + 1e-300), 1)
+        # The scale is 0 where every advantage is.
+        steps = np.round(self.off[hits] / np.maximum(tolerance * self.scale[hits], 1e-300), 1)
         matches = [self._match(index) for index in hits[np.lexsort((hits, steps))]]
         # A bare factor explains less than the aggregation that has it.
         matches.sort(key=lambda match: match.factor.cost)
@@ -193,20 +194,19 @@ class _Search:
             for match in map(self._match, np.flatnonzero(self.cost == 0).tolist())
             if match.aggregation.mode == "seq-mean-token-sum" and not match.term.parts
         ]
-        found, chance, seen = [], 0.0, set()
+        found, chance_of_length = [], {}
         for match in sums:
             length, slack = match.loss / self.dump.loss, tolerance * match.scale / abs(self.dump.loss)
             whole = round(length)
-            if not 1 < whole <= MAX_LENGTH or round(length, 9) in seen:
+            if not 1 < whole <= MAX_LENGTH:
                 continue
-            seen.add(round(length, 9))
-            chance += min(2 * slack, 1.0)
+            chance_of_length[round(length, 9)] = min(2 * slack, 1.0)
             if abs(length - whole) <= slack:
                 note = "the divisor was solved for and comes out whole"
                 norm = sum_norm(len(self.dump.mask), whole, 1, note)
                 size = match.scale / whole
                 found.append(replace(match, aggregation=norm, loss=match.loss / whole, scale=size))
-        return found, chance
+        return found, sum(chance_of_length.values())
 
     def _units(self) -> Iterator[Unit]:
         dump, settings = self.dump, self.settings
@@ -238,16 +238,19 @@ class _Search:
         term_DM, term_size_DM = self._regularisers(sums, weights_MB)
         factor_F = np.array([choice.value for choice in self.factors])
         a, g, t, f, cost = self.combinations[self.settings.departures - unit.cost]
-        loss = factor_F[f] * (term_DM[t, g] - objective_CM[a, g])
-        # Rounding errs independently from response to response: their terms add in quadrature.
-        scale = np.abs(loss) + np.abs(factor_F[f]) * (spread_CM[a, g] + term_size_DM[t, g])
+        with np.errstate(invalid="ignore"):  # whatever padding holds may overflow under another mask
+            loss = factor_F[f] * (term_DM[t, g] - objective_CM[a, g])
+            # Rounding errs independently from response to response: their terms add in quadrature.
+            scale = np.abs(loss) + np.abs(factor_F[f]) * (spread_CM[a, g] + term_size_DM[t, g])
+            finite = np.isfinite(loss) & np.isfinite(scale)
+            off = np.where(finite, np.abs(loss - self.dump.loss), np.inf)
+            near = off <= NEIGHBOURHOOD * self.tolerances[-1] * scale
         self.tried += len(loss)
         cost = cost + unit.cost
-        off = np.where(np.isfinite(loss) & np.isfinite(scale), np.abs(loss - self.dump.loss), np.inf)
-        keep = (off <= NEIGHBOURHOOD * self.tolerances[-1] * scale) | ((cost == 0) & np.isfinite(off))
+        keep = finite & (near | (cost == 0))
         for level in range(1, self.settings.departures + 1):
             nearest = np.argsort(np.where(cost == level, off, np.inf), kind="stable")[:KEPT_NEAREST]
-            keep[nearest] |= (cost[nearest] == level) & np.isfinite(off[nearest])
+            keep[nearest] |= (cost[nearest] == level) & finite[nearest]
         kept = np.flatnonzero(keep)
         return loss[kept], scale[kept], cost[kept], np.full(len(kept), number), kept
 
