@@ -121,7 +121,7 @@ def why_indistinguishable(matches: Sequence[Match], dump: Dump) -> list[str]:
         reasons.append(
             f"some differ, by up to {spread:.1e}, but by less than the tolerance: dump in a wider dtype"
         )
-    return reasons
+    return reasons or ["they give one value on these tensors"]
 
 
 def _why_policies(matches: Sequence[Match], dump: Dump) -> list[str]:
