@@ -1,7 +1,8 @@
 """Models: a MoE (or its dense control) from a transformers config, or any checkpoint."""
 
-from moe_rl.models.config import ModelConfig
-from moe_rl.models.load import LanguageModel, ModelError, check_trainable, load_model, prepare
+from moe_rl.models.config import ModelConfig, ModelError
+from moe_rl.models.experts import set_experts
+from moe_rl.models.load import LanguageModel, check_trainable, load_model, prepare
 from moe_rl.models.value_head import ValueHead
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "check_trainable",
     "load_model",
     "prepare",
+    "set_experts",
 ]

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+EXPERTS = ("eager", "grouped_mm", "batched_mm", "megablocks")
+
+
+class ModelError(ValueError):
+    """The configured model cannot be built, loaded or trained."""
+
 
 @dataclass
 class ModelConfig:
@@ -13,6 +19,9 @@ class ModelConfig:
     name: str = "tiny"
     source: str = "config"  # config: random weights from `architecture` and `config`; checkpoint: `path`
     dtype: str = "float32"  # of the weights: float32, bfloat16 or float64
+    experts: str | None = (
+        None  # what runs them: eager, grouped_mm, batched_mm or megablocks; null: the default
+    )
 
     # source=config
     architecture: str = "qwen3_moe"  # transformers' model_type
@@ -29,6 +38,8 @@ class ModelConfig:
             raise ValueError(f"model.source={self.source!r}: expected config or checkpoint")
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype={self.dtype!r}: expected float32, bfloat16 or float64")
+        if self.experts not in (None, *EXPERTS):
+            raise ValueError(f"model.experts={self.experts}: expected {', '.join(EXPERTS)} or null")
         if self.source == "checkpoint" and not self.path:
             raise ValueError("model.source=checkpoint needs model.path=DIRECTORY_OR_HUB_NAME")
         if self.source == "config" and self.path:

@@ -17,15 +17,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from moe_rl.models.config import ModelConfig
+from moe_rl.models.config import ModelConfig, ModelError
+from moe_rl.models.experts import set_experts
 from moe_rl.routing.routers import find_routers, has_routers, router_gets_gradient
 
 # Read by modeling code, and present in published config.json files, without being declared on the class.
 UNDECLARED_FIELDS = {"head_dim"}
-
-
-class ModelError(ValueError):
-    """The configured model cannot be built, loaded or trained."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ def load_model(
     """Build or load the model; `default_tokenizer` makes the tokenizer of a model built from a config.
 
     Raises `ModelError` for a config field that the architecture does not have, a checkpoint that cannot be
-    loaded, a vocabulary smaller than the tokenizer's, and a router that no gradient can reach.
+    loaded, a vocabulary smaller than the tokenizer's, a router that no gradient can reach, and experts that
+    the configured implementation cannot run; `ModuleNotFoundError` for one that is not installed.
     """
     config.check()
     dtype = getattr(torch, config.dtype)
@@ -62,6 +60,8 @@ def load_model(
     else:
         tokenizer = default_tokenizer()
         model = _from_config(config, tokenizer, dtype)
+    if config.experts is not None:
+        set_experts(model, config.experts)
     model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to
     return prepare(model, tokenizer)
 
