@@ -72,7 +72,8 @@ def test_reasoning_gym_from_config_to_done(tmp_path, monkeypatch, family):
     pytest.importorskip("reasoning_gym")
     result = run(
         monkeypatch, tmp_path / "out", "task=reasoning_gym", f"task.family={family}",
-        "rollout.max_new_tokens=6", "model.config.num_hidden_layers=2", "cold_start.steps=2", "cold_start.eval_every=2",
+        "rollout.max_new_tokens=6", "model.config.num_hidden_layers=2", "cold_start.steps=2",
+        "cold_start.eval_every=2",
         "cold_start.batch_size=8", "cold_start.eval_prompts=4", "cold_start.target_accuracy=0",
     )  # fmt: skip
     assert result.status == "done"
