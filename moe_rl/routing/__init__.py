@@ -5,14 +5,17 @@ from moe_rl.routing.record import Recorder, record_routing
 from moe_rl.routing.replay import Replay, replay_routing
 from moe_rl.routing.routers import Router, find_routers, has_routers, router_gets_gradient
 from moe_rl.routing.trace import RoutingError, RoutingTrace
+from moe_rl.routing.variants import OldWeights, Threshold, scoring_rows
 
 __all__ = [
     "ExpertChange",
+    "OldWeights",
     "Recorder",
     "Replay",
     "Router",
     "RoutingError",
     "RoutingTrace",
+    "Threshold",
     "expert_change",
     "expert_load",
     "find_routers",
@@ -21,4 +24,5 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "router_gets_gradient",
+    "scoring_rows",
 ]

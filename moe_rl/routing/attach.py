@@ -11,9 +11,9 @@ import types
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from moe_rl.routing.gates import Force, gate_of
+from moe_rl.routing.gates import Force, TopKGate, gate_of
 from moe_rl.routing.routers import Router
 
 _TAPS = "_routing_taps"
@@ -26,8 +26,8 @@ class Tap(Protocol):
         """The router is about to run: what replaces its selection, None for nothing."""
         ...
 
-    def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
-        """The router ran: the ids it chose by itself, and those the experts got."""
+    def routed(self, gate: TopKGate) -> None:
+        """The router ran: what it chose by itself, and what the experts got."""
         ...
 
 
@@ -41,10 +41,10 @@ class _Instrumented:
         # experts, non-reentrant checkpointing may stop a recompute inside it.
         force = next(filter(None, [tap.enter() for tap in taps]), None)
         gate = gate_of(router.module)(router.module, router.num_experts, router.top_k, force)
-        output, native_NK, used_NK = gate.run(super().forward, *args, **kwargs)  # type: ignore[misc]
+        gate.run(super().forward, *args, **kwargs)  # type: ignore[misc]
         for tap in taps:
-            tap.routed(native_NK, used_NK)
-        return output
+            tap.routed(gate)
+        return gate.output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

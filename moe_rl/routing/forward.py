@@ -66,16 +66,19 @@ class ForwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def require(self, router: str, ids_NK: Tensor | None = None) -> Forward:
-        """The forward that runs now. Raises RoutingError when there is none, or the ids are not its rows."""
+    def require(self, router: str, num_rows: int | None = None) -> Forward:
+        """The forward that runs now. Raises RoutingError when there is none, or it has other rows."""
         if self.current is None:
             raise RoutingError(
                 f"{router} was called outside a forward of the model: call the model that the context was "
                 "opened on, not its layers"
             )
         B, T = self.current.shape
-        if ids_NK is not None and ids_NK.shape[0] != B * T:
-            raise RoutingError(f"{router} routed {ids_NK.shape[0]} rows in a forward of B x T = {B} x {T}")
+        if num_rows is not None and num_rows != B * T:
+            raise RoutingError(
+                f"{router} routed {num_rows} rows in a forward of B x T = {B} x {T}: only routers that see "
+                "every token of the forward can be recorded and replayed"
+            )
         return self.current
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

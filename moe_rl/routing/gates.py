@@ -8,8 +8,9 @@ select by other means have an adapter here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,29 @@ from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.trace import RoutingError
 
-Force = Callable[[Tensor], Tensor]  # native ids [N, K] -> the ids to use [N, K]
+Scores = Callable[[Tensor], Tensor]  # ids [N, K] -> how high the router ranks them now [N, K]
+
+
+class Force(Protocol):
+    """What replaces the selection of one router call on N rows.
+
+    reweighs  whether the gate weights are replaced as well
+    """
+
+    reweighs: bool
+
+    def own_rows(self, num_rows: int, device: torch.device) -> Tensor | None:
+        """The rows that must choose by themselves; None for all N. Raises RoutingError for a wrong N."""
+        ...
+
+    def experts(self, native_NK: Tensor, scores: Scores | None) -> Tensor:
+        """The ids to use [N, K], from those of the own rows, and the router's scores if it ranks experts."""
+        ...
+
+    def weights(self, current_NK: Tensor) -> Tensor:
+        """The gate weights to use [N, K], from the router's current ones at the used ids."""
+        ...
+
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
@@ -32,22 +55,45 @@ class TopKGate(TorchFunctionMode):
         self.router, self.num_experts, self.top_k, self.force = router, num_experts, top_k, force
         self.native_NK: Tensor | None = None
         self.used_NK: Tensor | None = None
+        self.output: Any = None
         self._masked: Tensor | None = None
         self._unmasked: Tensor | None = None
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
-        """The output of the router's `forward`, the ids [N, K] it chose by itself, those the experts got.
+    @property
+    def name(self) -> str:
+        return type(self.router).__name__.removeprefix("Instrumented")
 
-        Raises RoutingError when the forward never selected K of E experts.
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call the router's `forward`; afterwards `output` is its output, `used_NK` the ids the experts got.
+
+        `native_NK` is what the router chose by itself, of all rows or of the force's `own_rows`. Raises
+        RoutingError when the forward never selected K of E experts.
         """
-        with self:
-            output = forward(*args, **kwargs)
-        if self.native_NK is None or self.used_NK is None:
+        self.output = self._forward(forward, *args, **kwargs)
+        if self.used_NK is None:
             raise RoutingError(
-                f"{type(self.router).__name__} did not select {self.top_k} of {self.num_experts} experts "
+                f"{self.name} did not select {self.top_k} of {self.num_experts} experts "
                 "by a top-k, so its choice cannot be recorded or replayed"
             )
-        return output, self.native_NK, self.used_NK
+        if self.force is not None and self.force.reweighs:
+            scores, old, *rest = self.output
+            self.output = (scores, self.force.weights(self.weights).view(old.shape), *rest)
+
+    @property
+    def weights(self) -> Tensor:
+        """The gate weights [N, K] in the router's output. Raises RoutingError if it holds none."""
+        assert self.used_NK is not None
+        weights = self.output[1] if isinstance(self.output, tuple) and len(self.output) > 2 else None
+        if weights is None or not weights.is_floating_point() or weights.numel() != self.used_NK.numel():
+            raise RoutingError(
+                f"{self.name} does not return gate weights [N, K] beside its expert ids, so "
+                "they can be neither recorded nor replaced; its experts can"
+            )
+        return weights.view(self.used_NK.shape)
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return forward(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,24 +105,40 @@ class TopKGate(TorchFunctionMode):
         return out
 
     def _topk(self, func: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        native = func(input, k, dim, **options)
         if k != self.top_k or not self._is_scores(input) or dim % input.dim() != input.dim() - 1:
-            return native
-        used_NK = self._select(self._ids(native.indices.reshape(-1, k)))
+            return func(input, k, dim, **options)
         if self.force is None:
+            native = func(input, k, dim, **options)
+            self._select(self._ids(native.indices.reshape(-1, k)))
             return native
+        own = self.force.own_rows(input.numel() // self.num_experts, input.device)
+        rows = input if own is None else input.reshape(-1, self.num_experts)[own]
+        native_NK = self._ids(func(rows, k, -1, **options).indices.reshape(-1, k), own)
         # DeepSeek-V2 fills the scores outside its expert groups with 0 and takes gate weights from the rest:
         # a forced expert outside the groups would get weight 0. The model's own selection keeps the mask.
         scores = self._unmasked if input is self._masked and self._unmasked is not None else input
-        columns = self._columns(used_NK).view(native.indices.shape)
+        used_NK = self._select(native_NK, functools.partial(self._ranked, scores))
+        columns = self._columns(used_NK).view(*input.shape[:-1], k)
         return torch.return_types.topk((scores.gather(-1, columns), columns))
 
-    def _select(self, native_NK: Tensor) -> Tensor:
+    def _ranked(self, scores: Tensor, ids_NK: Tensor) -> Tensor:
+        """What the router ranks experts by, as a probability where it ranks logits, at some ids."""
+        scores_NE = scores.detach().reshape(-1, self.num_experts)
+        if any(cls.__name__ in RANKS_LOGITS for cls in type(self.router).__mro__):
+            scores_NE = scores_NE.float().softmax(-1)
+        return scores_NE.gather(-1, self._columns(ids_NK))
+
+    def _select(self, native_NK: Tensor, scores: Scores | None = None) -> Tensor:
         self.native_NK = native_NK
-        self.used_NK = native_NK if self.force is None else self.force(native_NK)
+        self.used_NK = native_NK if self.force is None else self.force.experts(native_NK, scores)
         return self.used_NK
 
-    def _ids(self, columns_NK: Tensor) -> Tensor:
+    def _own(self, native_NK: Tensor) -> Tensor:
+        """The ids of the rows whose own choice is needed."""
+        own = None if self.force is None else self.force.own_rows(len(native_NK), native_NK.device)
+        return native_NK if own is None else native_NK[own]
+
+    def _ids(self, columns_NK: Tensor, own_rows: Tensor | None = None) -> Tensor:
         return columns_NK
 
     def _columns(self, ids_NK: Tensor) -> Tensor:
@@ -87,12 +149,16 @@ class TopKGate(TorchFunctionMode):
 
 
 class HashGate(TopKGate):
-    """DeepSeek-V4's first layers: a frozen table of token ids chooses, the scores only weigh."""
+    """DeepSeek-V4's first layers: a frozen table of token ids chooses, the scores only weigh.
+
+    It ranks no experts, so `Threshold` keeps what the trace says.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.__getitem__ and args[0] is self.router.tid2eid:
-            return self._select(out.long())
+            native_NK = out.long()
+            return self._select(self._own(native_NK))
         return out
 
 
@@ -120,8 +186,9 @@ class ProductKeyGate(TopKGate):
             return sorted_keys
         return super()._topk(func, input, k, dim, **options)
 
-    def _ids(self, columns_NK: Tensor) -> Tensor:
-        return self._translate(columns_NK, self._key_of_rank)
+    def _ids(self, columns_NK: Tensor, own_rows: Tensor | None = None) -> Tensor:
+        keys = self._key_of_rank if own_rows is None else self._key_of_rank[:, own_rows]
+        return self._translate(columns_NK, keys)
 
     def _columns(self, ids_NK: Tensor) -> Tensor:
         return self._translate(ids_NK, self._rank_of_key)
@@ -140,20 +207,25 @@ class SparseMixerGate(TopKGate):
     random numbers.
     """
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.force is None:
             output = forward(*args, **kwargs)
             self._select(output[2])
-        else:
-            (hidden,) = args  # a copy for the first forward, since input jitter works in place
-            devices = [hidden.device] if hidden.is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                self._select(forward(hidden.clone())[2])
-            self._masks = self._choices = 0
-            with self:
-                output = forward(hidden, **kwargs)
-        assert self.native_NK is not None and self.used_NK is not None
-        return output, self.native_NK, self.used_NK
+            return output
+        (hidden,) = args  # a copy for the first forward, since input jitter works in place
+        devices = [hidden.device] if hidden.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            native_NK = forward(hidden.clone())[2]
+        self._select(self._own(native_NK), self._no_ranking)
+        self._masks = self._choices = 0
+        with self:
+            return forward(hidden, **kwargs)
+
+    def _no_ranking(self, ids_NK: Tensor) -> Tensor:
+        raise RoutingError(
+            f"{self.name} chooses one expert after the other, each by scores of its own, so "
+            "a replayed set has no K-th score to be compared with: replay it without Threshold"
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,6 +244,20 @@ class SparseMixerGate(TopKGate):
         return out
 
 
+# Routers whose top-k is over logits; all others rank probabilities, with a selection bias in some.
+RANKS_LOGITS = {
+    "AriaTextTopKRouter",
+    "Cohere2MoeTopKRouter",
+    "DogeCDMoE",
+    "GptOssTopKRouter",
+    "GraniteMoeHybridTopKRouter",
+    "GraniteMoeSWATopKRouter",
+    "GraniteMoeSharedTopKRouter",
+    "GraniteMoeTopKRouter",
+    "JetMoeTopKGating",
+    "Kolibri1TopKRouter",
+    "Llama4Router",
+}
 _ADAPTERS = {
     "DeepseekV4HashRouter": HashGate,
     "DogeCDMoE": ProductKeyGate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
+from moe_rl.routing.gates import TopKGate
 from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 
 
-def record_routing(model: nn.Module) -> Recorder:
+def record_routing(model: nn.Module, *, weights: bool = False) -> Recorder:
     """A context that records the routing of every forward of `model` inside it, changing no bit of it.
 
     with record_routing(model) as recorder:
@@ -23,21 +25,23 @@ def record_routing(model: nn.Module) -> Recorder:
     trace = recorder.trace()
 
     Decode steps on one cache are joined along T; a forward without cached rows begins a new trace. Inside
-    `replay_routing` it records the ids that the experts got. Beam search reorders the rows of a cache between
-    steps, which a recording does not follow. Raises RoutingError for a model without MoE layers.
+    `replay_routing` it records the ids that the experts got. With weights=True it also keeps the gate weights
+    of these experts, for `recorder.weights()`. Raises RoutingError for a model without MoE layers.
     """
-    return Recorder(model)
+    return Recorder(model, weights)
 
 
 class Recorder:
     """The recordings of one `record_routing` context."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, keep_weights: bool) -> None:
+        self._keep_weights = keep_weights
         self._routers = find_routers(model)
         self._num_experts, _ = common_sizes(self._routers)
         self._taps = [_RecordTap(self, router) for router in self._routers]
         self._watch = ForwardWatch(model, self._begin, self._end)
         self._calls: list[tuple[Router, Tensor]] = []
+        self._weights: list[Tensor] = []
         self._recordings: list[_Recording] = []
 
     def __enter__(self) -> Recorder:
@@ -64,23 +68,40 @@ class Recorder:
         routed after EOS. Without it T is the number of routed rows: one less than `generate` returns, since
         the last sampled token is never routed. Raises RoutingError when there is no recording, or several.
         """
+        trace = self._only().trace()
+        return trace if mask is None else trace.fit(mask.shape[1]).where(mask)
+
+    def weights(self) -> Tensor:
+        """[B, T, L, K]: gate weights of the experts in `trace()`, as these got them; 0 in rows not valid.
+
+        In the model's dtype, detached, of routed experts only. Raises RoutingError without
+        `record_routing(model, weights=True)`, when there is no recording, or several.
+        """
+        if not self._keep_weights:
+            raise RoutingError("gate weights were not kept: open record_routing(model, weights=True)")
+        return self._only().weights()
+
+    def _only(self) -> _Recording:
         if len(self._recordings) != 1:
             raise RoutingError(
                 f"trace() expects one recording, got {len(self._recordings)}"
                 + (": use traces()" if self._recordings else ": no forward ran inside record_routing")
             )
-        trace = self._recordings[0].trace()
-        return trace if mask is None else trace.fit(mask.shape[1]).where(mask)
+        return self._recordings[0]
 
     def _begin(self, forward: Forward) -> None:
         self._calls.clear()
+        self._weights.clear()
 
-    def _routed(self, router: Router, used_NK: Tensor) -> None:
+    def _routed(self, router: Router, gate: TopKGate) -> None:
         if in_recompute():
             return
-        forward = self._watch.require(router.name, used_NK)
-        compact_NK = used_NK.detach().to(id_dtype(self._num_experts))
+        assert gate.used_NK is not None
+        forward = self._watch.require(router.name, len(gate.used_NK))
+        compact_NK = gate.used_NK.detach().to(id_dtype(self._num_experts))
         self._calls.append((router, compact_NK.view(*forward.shape, -1)))
+        if self._keep_weights:
+            self._weights.append(gate.weights.detach().view(*forward.shape, -1))
 
     def _end(self, forward: Forward, output: Any) -> None:
         silent = {router.name for router in self._routers} - {router.name for router, _ in self._calls}
@@ -91,13 +112,17 @@ class Recorder:
         layer_ids = tuple(router.layer_id for router, _ in self._calls)
         device = forward.valid.device
         experts_BTLK = torch.stack([ids_BTK.to(device) for _, ids_BTK in self._calls], dim=2)
+        weights_BTLK = None
+        if self._keep_weights:
+            weights_BTLK = torch.stack([weights.to(device) for weights in self._weights], dim=2)
         self._calls.clear()
+        self._weights.clear()
         cache = _cache_of(forward, output)
         recording = self._recording_of(forward.start, cache)
         if recording is None:
             recording = _Recording(layer_ids, self._num_experts, cache)
             self._recordings.append(recording)
-        recording.add(forward, experts_BTLK, layer_ids)
+        recording.add(forward, experts_BTLK, weights_BTLK, layer_ids)
 
     def _recording_of(self, start: int, cache: Any) -> _Recording | None:
         """The recording that the rows already in `cache` belong to."""
@@ -114,8 +139,8 @@ class _RecordTap:
     def enter(self) -> None:
         return None
 
-    def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
-        self.recorder._routed(self.router, used_NK)
+    def routed(self, gate: TopKGate) -> None:
+        self.recorder._routed(self.router, gate)
 
 
 class _Recording:
@@ -124,9 +149,15 @@ class _Recording:
     def __init__(self, layer_ids: tuple[int, ...], num_experts: int, cache: Any) -> None:
         self.layer_ids, self.num_experts = layer_ids, num_experts
         self.cache = (lambda: None) if cache is None else weakref.ref(cache)
-        self._chunks: list[tuple[Forward, Tensor]] = []
+        self._chunks: list[tuple[Forward, Tensor, Tensor | None]] = []
 
-    def add(self, forward: Forward, experts_BTLK: Tensor, layer_ids: tuple[int, ...]) -> None:
+    def add(
+        self,
+        forward: Forward,
+        experts_BTLK: Tensor,
+        weights_BTLK: Tensor | None,
+        layer_ids: tuple[int, ...],
+    ) -> None:
         if self._chunks and forward.shape[0] != self._chunks[0][0].shape[0]:
             raise RoutingError(
                 f"one cache was used with {self._chunks[0][0].shape[0]} and then {forward.shape[0]} "
@@ -136,21 +167,28 @@ class _Recording:
             raise RoutingError(
                 f"layers {self.layer_ids} were routed first, then {layer_ids} on the same cache"
             )
-        self._chunks.append((forward, experts_BTLK))
+        self._chunks.append((forward, experts_BTLK, weights_BTLK))
 
     def trace(self) -> RoutingTrace:
-        last, sample = self._chunks[-1]
-        B, T = last.shape[0], last.start + last.shape[1]
-        valid_BT = last.valid.new_zeros(B, T)
-        experts_BTLK = sample.new_zeros(B, T, *sample.shape[2:])
-        # A chunk may begin before the end of the one before it: assisted decoding crops rejected rows.
-        for forward, chunk_BTLK in self._chunks:
-            stop = min(forward.start + forward.shape[1], T)
-            rows = slice(forward.start, stop)
-            valid_BT[:, rows] = forward.valid[:, : stop - forward.start]
-            experts_BTLK[:, rows] = chunk_BTLK[:, : stop - forward.start]
+        valid_BT = self._joined([forward.valid for forward, _, _ in self._chunks])
+        experts_BTLK = self._joined([experts_BTLK for _, experts_BTLK, _ in self._chunks])
         trace = RoutingTrace(experts_BTLK, valid_BT, self.layer_ids, self.num_experts)
         return trace.where(valid_BT)._trusted()
+
+    def weights(self) -> Tensor:
+        weights_BTLK = self._joined([weights for _, _, weights in self._chunks if weights is not None])
+        return weights_BTLK * self.trace().valid[..., None, None]
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """[B, T, ...] of all chunks, zeros where none has rows."""
+        last, _, _ = self._chunks[-1]
+        B, T = last.shape[0], last.start + last.shape[1]
+        whole = parts[-1].new_zeros(B, T, *parts[-1].shape[2:])
+        # A chunk may begin before the end of the one before it: assisted decoding crops rejected rows.
+        for (forward, _, _), part in zip(self._chunks, parts, strict=True):
+            stop = min(forward.start + forward.shape[1], T)
+            whole[:, forward.start : stop] = part[:, : stop - forward.start]
+        return whole
 
 
 def _cache_of(forward: Forward, output: Any) -> Any:

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap, taps_of
+from moe_rl.routing.drift import ExpertChange, expert_change
+from moe_rl.routing.forcing import LayerForce, TraceRows
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
-from moe_rl.routing.gates import Force
+from moe_rl.routing.gates import TopKGate
 from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
+from moe_rl.routing.variants import OldWeights, Threshold, Variant
 
 
-def replay_routing(model: nn.Module, trace: RoutingTrace) -> Replay:
+def replay_routing(
+    model: nn.Module, trace: RoutingTrace, *, variant: Variant | None = None, native: bool = True
+) -> Replay:
     """A context in which `model` sends every valid row of `trace` to the experts that the trace names.
 
     with replay_routing(model, trace) as replay:         # hold it open until after backward()
@@ -28,10 +33,17 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Replay:
     router gets its gradient; rows that are not valid route natively. Every forward inside must have the
     trace's [B, T] and an empty cache; for micro-batches open a context on `trace[rows]` around each forward +
     backward. Rows are looked up by (router, pass) and never used up, so forwards may repeat and gradient
-    checkpointing may recompute. Raises RoutingError for a trace that is damaged or of another model; leaving
-    raises it when a layer was never replayed, or when checkpointed layers were not recomputed inside.
+    checkpointing may recompute.
+
+    `variant` is None (all experts of the trace, current weights), `Threshold(min_ratio)` or
+    `OldWeights(weights_BTLK)`; for the response alone replay `trace.where(scoring_rows(response_mask))`.
+    With native=False the rows that are replayed skip the router's own selection, and there is no
+    `replay.native`.
+
+    Raises RoutingError for a trace that is damaged, of another model, or without a valid row; leaving raises
+    it when a layer was never replayed, or when checkpointed layers were not recomputed inside.
     """
-    return Replay(model, trace)
+    return Replay(model, trace, variant, native)
 
 
 class Replay:
@@ -41,19 +53,33 @@ class Replay:
     recomputes   router calls that were forced again under gradient checkpointing
     """
 
-    def __init__(self, model: nn.Module, trace: RoutingTrace) -> None:
+    def __init__(
+        self, model: nn.Module, trace: RoutingTrace, variant: Variant | None, keep_native: bool
+    ) -> None:
         self._model, self._routers = model, find_routers(model)
         self._layers = _layer_table(self._routers, trace)
         self._trace = trace.validate()
+        if not bool(trace.valid.any()):
+            raise RoutingError(
+                "no row of the trace is valid, so nothing would be replayed: check the mask it was recorded "
+                "or restricted with, or run this batch outside replay_routing"
+            )
+        if isinstance(variant, Threshold) and not keep_native:
+            raise RoutingError("Threshold compares with the router's own choice: leave native=True")
+        if isinstance(variant, OldWeights):
+            variant.require_fit(trace)
+        self._variant, self._keep_native = variant, keep_native
         self._taps = [_ReplayTap(self, r) for r in range(len(self._routers))]
         self._watch = ForwardWatch(model, self._begin, self._end)
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on_device: dict[torch.device, TraceRows] = {}
         self._passes: Counter[int] = Counter()
         self._recomputed: Counter[int] = Counter()
         self._native: dict[int, Tensor] = {}
+        self._used: dict[int, Tensor] = {}
         self._seen: set[int] = set()
         self._checkpointed = False
         self._native_trace: RoutingTrace | None = None
+        self._used_trace: RoutingTrace | None = None
         self.hits = 0
 
     def __enter__(self) -> Replay:
@@ -82,8 +108,26 @@ class Replay:
     def native(self) -> RoutingTrace:
         """What the gates chose by themselves in the latest complete forward, on the trace's valid rows."""
         if self._native_trace is None:
-            raise RoutingError("no complete forward ran inside replay_routing yet")
+            raise RoutingError(
+                "no complete forward ran inside replay_routing yet"
+                if self._keep_native
+                else "replay_routing(native=False) leaves out what the router would have chosen by itself"
+            )
         return self._native_trace
+
+    @property
+    def replaced(self) -> ExpertChange:
+        """Under Threshold: from the trace to what the experts got in the latest complete forward.
+
+        `replaced.experts` is the share of replayed slots that the router's own choice took.
+        """
+        if self._used_trace is None:
+            raise RoutingError(
+                "no complete forward ran inside replay_routing yet"
+                if isinstance(self._variant, Threshold)
+                else "nothing is replaced without variant=Threshold(min_ratio)"
+            )
+        return expert_change(self._trace, self._used_trace)
 
     def _begin(self, forward: Forward) -> None:
         B, T = self._trace.valid.shape
@@ -99,25 +143,29 @@ class Replay:
             )
         self._passes.clear()
         self._native.clear()
+        self._used.clear()
         self._checkpointed |= torch.is_grad_enabled() and _checkpoints(self._model)
 
     def _end(self, forward: Forward, output: Any) -> None:
-        if len(self._native) < len(self._trace.layer_ids):
-            return
-        device = self._native[0].device
-        native_BTLK = torch.stack([ids.to(device) for _, ids in sorted(self._native.items())], dim=2)
-        trace = self._trace
-        everywhere = torch.ones_like(trace.valid, device=device)
-        native = RoutingTrace(native_BTLK, everywhere, trace.layer_ids, trace.num_experts)._trusted()
-        self._native_trace = native.where(trace.valid)
+        if len(self._native) == len(self._trace.layer_ids):
+            self._native_trace = self._joined(self._native)
+        if len(self._used) == len(self._trace.layer_ids):
+            self._used_trace = self._joined(self._used)
 
-    def _enter(self, r: int) -> Force:
+    def _joined(self, layers: dict[int, Tensor]) -> RoutingTrace:
+        trace, device = self._trace, layers[0].device
+        experts_BTLK = torch.stack([ids.to(device) for _, ids in sorted(layers.items())], dim=2)
+        everywhere = torch.ones_like(trace.valid, device=device)
+        joined = RoutingTrace(experts_BTLK, everywhere, trace.layer_ids, trace.num_experts)._trusted()
+        return joined.where(trace.valid)
+
+    def _enter(self, r: int) -> LayerForce:
         """Look up which layer of the trace the call of router r is that begins now."""
         passes = self._layers[r]
         if in_recompute():  # backward meets the passes of a looped model in reverse order
             layer = passes[-1 - self._recomputed[r] % len(passes)]
             self._recomputed[r] += 1
-            return functools.partial(self._force, r, layer)
+            return self._force(r, layer)
         self._watch.require(self._routers[r].name)
         if self._passes[r] == len(passes):
             raise RoutingError(
@@ -125,27 +173,39 @@ class Replay:
             )
         layer = passes[self._passes[r]]
         self._passes[r] += 1
-        return functools.partial(self._force, r, layer)
+        return self._force(r, layer)
 
-    def _force(self, r: int, layer: int, native_NK: Tensor) -> Tensor:
-        experts_NLK, valid_N1 = self._rows(native_NK.device)
-        if native_NK.shape[0] != experts_NLK.shape[0]:
-            self._watch.require(self._routers[r].name, native_NK)
-        return torch.where(valid_N1, experts_NLK[:, layer].to(native_NK.dtype), native_NK)
-
-    def _routed(self, r: int, native_NK: Tensor) -> None:
+    def _routed(self, r: int, gate: TopKGate) -> None:
         if in_recompute():
             return
         layer = self._layers[r][self._passes[r] - 1]
-        compact_NK = native_NK.detach().to(id_dtype(self._trace.num_experts))
-        self._native[layer] = compact_NK.view(*self._trace.valid.shape, -1)
+        if self._keep_native:
+            self._native[layer] = self._compact(gate.native_NK)
+        if isinstance(self._variant, Threshold):
+            self._used[layer] = self._compact(gate.used_NK)
         self._seen.add(layer)
         self.hits += 1
 
-    def _rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _compact(self, ids_NK: Tensor | None) -> Tensor:
+        assert ids_NK is not None
+        compact_NK = ids_NK.detach().to(id_dtype(self._trace.num_experts))
+        return compact_NK.view(*self._trace.valid.shape, -1)
+
+    def _force(self, r: int, layer: int) -> LayerForce:
+        return LayerForce(
+            self._rows_on,
+            layer,
+            isinstance(self._variant, OldWeights),
+            functools.partial(self._check_rows, self._routers[r].name),
+        )
+
+    def _check_rows(self, router: str, num_rows: int) -> None:
+        if num_rows != self._trace.valid.numel():
+            self._watch.require(router, num_rows)
+
+    def _rows_on(self, device: torch.device) -> TraceRows:
         if device not in self._on_device:
-            trace = self._trace.to(device)
-            self._on_device[device] = (trace.experts.flatten(0, 1), trace.valid.reshape(-1, 1))
+            self._on_device[device] = TraceRows(self._trace, self._variant, self._keep_native, device)
         return self._on_device[device]
 
     def _require_complete(self) -> None:
@@ -164,11 +224,11 @@ class _ReplayTap:
     def __init__(self, replay: Replay, r: int) -> None:
         self.replay, self.r = replay, r
 
-    def enter(self) -> Force:
+    def enter(self) -> LayerForce:
         return self.replay._enter(self.r)
 
-    def routed(self, native_NK: Tensor, used_NK: Tensor) -> None:
-        self.replay._routed(self.r, native_NK)
+    def routed(self, gate: TopKGate) -> None:
+        self.replay._routed(self.r, gate)
 
 
 def _layer_table(routers: list[Router], trace: RoutingTrace) -> list[list[int]]:

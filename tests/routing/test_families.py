@@ -16,7 +16,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_rl.routing import RoutingTrace, find_routers, record_routing, replay_routing, router_gets_gradient
+from moe_rl.routing import (
+    OldWeights,
+    RoutingError,
+    RoutingTrace,
+    Threshold,
+    find_routers,
+    record_routing,
+    replay_routing,
+    router_gets_gradient,
+)
+from moe_rl.routing.gates import RANKS_LOGITS, TopKGate
 
 COMMON = dict(
     vocab_size=64,
@@ -287,6 +297,66 @@ def test_variants_of_a_gate(family, changes):
     check_own_trace(family, build(family, **changes))
     if changes.get("num_experts_per_tok") != 8:  # of 8 there are no others
         check_foreign_trace(family, build(family, **changes))
+
+
+# Routers that do not return gate weights beside ids.
+NO_WEIGHTS = {"dbrx", "doge", "jetmoe", "llama4_text"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_variants(family):
+    """What variants of replay share with plain replay, where they must agree with it bitwise."""
+    model = build(family)
+    keep_weights = family not in NO_WEIGHTS
+    with record_routing(model, weights=keep_weights) as recorder:
+        plain = step(model)
+    own = recorder.trace()
+    trace = foreign(own)
+    with replay_routing(model, trace):
+        forced = step(model)
+    with replay_routing(model, trace, native=False):
+        assert differences(forced, step(model)) == []
+    if family == "phimoe":
+        refused = pytest.raises(RoutingError, match="one expert after the other")
+        with refused, replay_routing(model, trace, variant=Threshold(0.5)):
+            step(model)
+    else:
+        with replay_routing(model, own, variant=Threshold(1.0)) as replay:
+            assert differences(plain, step(model)) == []
+        assert replay.replaced.experts == 0
+        with record_routing(model) as used, replay_routing(model, trace, variant=Threshold(0.9)):
+            step(model)
+        dataclasses.replace(used.trace()).validate()
+    if family in NO_WEIGHTS:
+        refused = pytest.raises(RoutingError, match="does not return gate weights")
+        with refused, record_routing(model, weights=True):
+            step(model)
+    else:
+        with replay_routing(model, own, variant=OldWeights(recorder.weights())):
+            assert torch.equal(step(model)[0], plain[0])
+
+
+def test_what_routers_rank(monkeypatch):
+    """Only the routers that are named as such rank logits; `Threshold` reads the others' as probabilities."""
+    ranked: list[tuple[str, float]] = []
+    topk = TopKGate._topk
+
+    def spy(self, func, input, k, dim=-1, **options):
+        if k == self.top_k and self._is_scores(input):
+            ranked.append((self.name, float(input[input.isfinite()].min())))
+        return topk(self, func, input, k, dim, **options)
+
+    monkeypatch.setattr(TopKGate, "_topk", spy)
+    for family in discovered():
+        model = build(family)
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("correction_bias", "balancing_biases")):
+                tensor.zero_()
+        ids, mask = batch()
+        with record_routing(model), torch.no_grad():
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert len({name for name, _ in ranked}) > 50
+    assert {name for name, lowest in ranked if lowest < 0} == RANKS_LOGITS
 
 
 def check_own_trace(family: str, model: PreTrainedModel) -> None:

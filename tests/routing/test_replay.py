@@ -270,6 +270,16 @@ def test_traces_that_are_damaged_or_of_another_model_raise(build, batch):
     replay_routing(model, changed(experts=experts))
 
 
+def test_a_trace_without_a_valid_row_raises(build, batch):
+    """A mask that went wrong must not pass for replay."""
+    model = build("qwen3_moe")
+    trace = record(model, *batch)
+    with pytest.raises(RoutingError, match="no row of the trace is valid"):
+        replay_routing(model, trace.where(torch.zeros(3, 10)))
+    with pytest.raises(RoutingError, match="no row of the trace is valid"):
+        replay_routing(model, trace[[]])
+
+
 def test_a_copy_made_inside_a_context_is_independent(build, batch):
     model = build("qwen3_moe")
     ids, mask = batch
