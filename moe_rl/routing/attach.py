@@ -47,15 +47,18 @@ class _Instrumented:
         return gate.output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        rebuild, (_, *args), state, *rest = reduced
-        plain = {key: value for key, value in state.items() if key != _TAPS}
-        return (rebuild, (type(self).__mro__[2], *args), plain, *rest)
+        return reduced_to(type(self).__mro__[2], super().__reduce_ex__(protocol), _TAPS)
 
 
 @functools.cache
 def _instrumented(cls: Any) -> type[nn.Module]:
     return type(f"Instrumented{cls.__name__}", (_Instrumented, cls), {"__module__": cls.__module__})
+
+
+def reduced_to(cls: type, reduced: Any, hidden: str) -> Any:
+    """What `__reduce_ex__` returned, of the plain class `cls` and without the attribute `hidden`."""
+    rebuild, (_, *args), state, *rest = reduced
+    return (rebuild, (cls, *args), {key: state[key] for key in state if key != hidden}, *rest)
 
 
 def add_tap(router: Router, tap: Tap) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap
+from moe_rl.routing.caches import follow, release
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
 from moe_rl.routing.gates import TopKGate
 from moe_rl.routing.routers import Router, common_sizes, find_routers
@@ -26,7 +27,8 @@ def record_routing(model: nn.Module, *, weights: bool = False) -> Recorder:
 
     Decode steps on one cache are joined along T; a forward without cached rows begins a new trace. Inside
     `replay_routing` it records the ids that the experts got. With weights=True it also keeps the gate weights
-    of these experts, for `recorder.weights()`. Raises RoutingError for a model without MoE layers.
+    of these experts, for `recorder.weights()`. Raises RoutingError for a model without MoE layers, and where
+    rows of a cache are reordered inside, by beam search for one.
     """
     return Recorder(model, weights)
 
@@ -43,6 +45,7 @@ class Recorder:
         self._calls: list[tuple[Router, Tensor]] = []
         self._weights: list[Tensor] = []
         self._recordings: list[_Recording] = []
+        self._followed: list[weakref.ref] = []
 
     def __enter__(self) -> Recorder:
         self._watch.attach()
@@ -56,6 +59,9 @@ class Recorder:
         for router, tap in zip(self._routers, self._taps, strict=True):
             remove_tap(router, tap)
         self._watch.detach()
+        for cache in filter(None, [cache() for cache in self._followed]):
+            release(cache)
+        self._followed.clear()
 
     def traces(self) -> list[RoutingTrace]:
         """Every recording, in the order they began."""
@@ -121,6 +127,7 @@ class Recorder:
         recording = self._recording_of(forward.start, cache)
         if recording is None:
             recording = _Recording(layer_ids, self._num_experts, cache)
+            self._follow(cache)
             self._recordings.append(recording)
         recording.add(forward, experts_BTLK, weights_BTLK, layer_ids)
 
@@ -130,6 +137,11 @@ class Recorder:
             return None
         held = [recording for recording in self._recordings if recording.cache() is cache]
         return held[-1] if held else None
+
+    def _follow(self, cache: Any) -> None:
+        if cache is not None and all(held() is not cache for held in self._followed):
+            follow(cache)
+            self._followed.append(weakref.ref(cache))
 
 
 class _RecordTap:

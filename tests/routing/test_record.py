@@ -1,5 +1,7 @@
 """Recording: rows, padding, decode steps, and what is not a recording."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +118,45 @@ def test_a_cache_that_the_model_made_and_one_that_was_cropped(build, batch):
         cache.crop(-1)
         model(input_ids=ids[:, 6:], past_key_values=cache)
     assert torch.equal(recorder.trace().experts, expected.experts)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_beam_search_is_refused(build, batch, implementation):
+    """It permutes the rows of the cache, and with them the sequences that recorded rows belong to."""
+    model = build("qwen3_moe")
+    ids, mask = batch
+    beams = dict(num_beams=2, max_new_tokens=6, do_sample=False, cache_implementation=implementation)
+    plain = model.generate(ids, attention_mask=mask, **beams)
+    with pytest.raises(RoutingError, match="num_beams > 1"), record_routing(model):
+        model.generate(ids, attention_mask=mask, **beams)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **beams), plain)
+    with record_routing(model) as recorder:  # several samples of a prompt are rows of their own
+        model.generate(ids, attention_mask=mask, do_sample=True, num_return_sequences=2, max_new_tokens=2)
+    assert len(recorder.trace().valid) == 6
+
+
+def test_caches_keep_their_order_only_while_they_are_recorded(build, batch):
+    model = build("qwen3_moe")
+    ids, _ = batch
+    order = torch.tensor([2, 0, 1])
+    with torch.no_grad(), record_routing(model), record_routing(model) as inner:
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        assert isinstance(cache, DynamicCache)
+        for move in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(RoutingError, match="reordered inside record_routing"):
+                move(order)
+        with pytest.raises(RoutingError, match="reordered inside record_routing"):
+            cache.batch_repeat_interleave(2)
+        copied = copy.deepcopy(cache)
+        copied.reorder_cache(order)
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    assert inner.trace().valid.shape == (3, 11)
+    keys = cache.layers[0].keys
+    cache.reorder_cache(order)
+    assert type(cache) is type(copied) is DynamicCache
+    assert vars(cache).keys() == vars(copied).keys()
+    assert torch.equal(cache.layers[0].keys, keys[order])
+    assert torch.equal(copied.layers[0].keys, keys[order][:, :, :10])
 
 
 def test_every_uncached_forward_is_a_recording_of_its_own(build, batch):
