@@ -21,6 +21,8 @@ def check_content(
     rows = valid_BT.flatten().nonzero().squeeze(1)
     experts_NLK = experts_BTLK.flatten(0, 1)
     L, K = experts_NLK.shape[1:]
+    if not rows.numel() or not L:
+        return
     nonzero_L = torch.zeros(L, dtype=torch.bool, device=rows.device)
     duplicate_L = torch.zeros_like(nonzero_L)
     for chunk in rows.split(max(1, _IDS_PER_CHUNK // (L * K))):
@@ -29,7 +31,7 @@ def check_content(
         if not bool(nonzero_L.all()):
             nonzero_L |= (ids_NLK != 0).any(2).any(0)
         duplicate_L |= _has_duplicates(ids_NLK)
-    if K > 1 and rows.numel() and not bool(nonzero_L.all()):
+    if K > 1 and not bool(nonzero_L.all()):
         layer = layer_ids[int((~nonzero_L).nonzero()[0])]
         raise RoutingError(
             f"layer {layer} holds expert 0 in every slot of every valid row: nothing was captured there. "

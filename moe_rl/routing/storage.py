@@ -91,7 +91,7 @@ class RowCode:
 
 def write_trace(trace: RoutingTrace, path: Path, ordered: bool) -> None:
     """Write `trace` in one step: a reader sees the old file or the new, never a part."""
-    trace.validate()  # narrowing the dtype would hide an id out of range
+    trace = trace.compact()
     B, T = trace.valid.shape
     header = {
         "version": FORMAT_VERSION,
@@ -109,7 +109,7 @@ def write_trace(trace: RoutingTrace, path: Path, ordered: bool) -> None:
     tensors = {"valid": np.packbits(valid_BT, axis=1, bitorder="little")}
     packed = [np.zeros(0, np.uint8)]
     for b in range(B):
-        rows_NLK = trace.experts[b][trace.valid[b]].to("cpu", id_dtype(trace.num_experts))
+        rows_NLK = trace.experts[b][trace.valid[b]].cpu()
         packed.append(code.pack(rows_NLK.flatten(0, 1).numpy()))
     text = json.dumps(header, separators=(",", ":"))
     checksums = [_checksum(text, tensors["valid"][b], hash_B, b, packed[b + 1]) for b in range(B)]
@@ -152,7 +152,9 @@ class TraceFile:
     def __getitem__(self, rows: Rows) -> RoutingTrace:
         """Read some sequences; the same indices as on a RoutingTrace."""
         try:
-            return self._read(row_indices(rows, len(self)).tolist()).validate()
+            trace = self._read(row_indices(rows, len(self)).tolist())
+            # Ranks below C(E, K) are sets of distinct ids below E, so there is nothing left to check.
+            return trace.validate() if self.ordered else trace._trusted()
         except RoutingError as error:
             raise RoutingError(f"{self.path}: {error}") from error
 
@@ -209,7 +211,9 @@ class TraceFile:
 
     def _read_sequence(self, b: int) -> torch.Tensor:
         """ids [N, L, K] of the N valid rows."""
-        data = self._file.get_slice("experts")[self._offsets[b] : self._offsets[b + 1]]
+        start, stop = self._offsets[b], self._offsets[b + 1]
+        # safetensors refuses an empty slice at the end
+        data = self._file.get_slice("experts")[start:stop] if start < stop else np.zeros(0, np.uint8)
         if _checksum(self._text, self._bits_BT[b], self._hash_B, b, data) != self._checksum_B[b]:
             raise RoutingError(f"the file is damaged: the checksum of sequence {b} does not match")
         L = len(self.layer_ids)

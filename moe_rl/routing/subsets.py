@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterator
 from math import comb
 from typing import Any
@@ -103,15 +102,24 @@ class _GuessTable:
     """
 
     def __init__(self, num_experts: int, i: int) -> None:
-        binomials = [comb(c, i) for c in range(num_experts + 1)]
         self._mantissa_bits = m = max(0, (2 * num_experts // i).bit_length())
-        entries = (binomials[-1] + 1).bit_length() << m
-        guesses = []
-        for entry in range(entries):
-            edge = (1 << m | entry & (1 << m) - 1) << (entry >> m)  # of x + 1, times 2^m
-            x = max((edge - (edge >> 48) >> m) - 1, 0)
-            guesses.append(min(bisect_right(binomials, x) - 1, num_experts - 1))
-        self._guesses = np.array(guesses, np.intp)
+        entries = comb(num_experts, i).bit_length() + 1 << m  # rounding may reach the next power of two
+        starts = [self._first_entry(comb(c, i)) for c in range(i, num_experts)]
+        self._guesses = i - 1 + np.searchsorted(starts, np.arange(entries), side="right")
+
+    def _first_entry(self, x: int) -> int:
+        """The first entry that stands for `x` or more."""
+        m = self._mantissa_bits
+        exponent = (x + 1).bit_length() - 1
+        entry = (exponent << m) + (x + 1 << m >> exponent) - (1 << m)
+        while self._least_x(entry) < x:
+            entry += 1
+        return entry
+
+    def _least_x(self, entry: int) -> int:
+        m = self._mantissa_bits
+        edge = ((1 << m) + (entry & (1 << m) - 1)) << (entry >> m)  # of x + 1, times 2^m
+        return (edge - (edge >> 48) >> m) - 1
 
     def guess(self, x_N: NDArray[np.float64]) -> NDArray[np.intp]:
         bits_N = (x_N + 1.0).view(np.int64)

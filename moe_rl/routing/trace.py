@@ -90,7 +90,7 @@ class RoutingTrace:
     @property
     def nbytes(self) -> int:
         """Bytes held by the tensors."""
-        return self.experts.nbytes + self.valid.nbytes
+        return sum(t.nbytes for t in (self.experts, self.valid, self.token_hash) if t is not None)
 
     def __getitem__(self, rows: Rows) -> RoutingTrace:
         """The same trace for some sequences; an int keeps the batch dimension, a slice copies nothing."""
@@ -162,6 +162,10 @@ class RoutingTrace:
     def to(self, device: torch.device | str) -> RoutingTrace:
         """The same trace on another device."""
         return self._derive(experts=self.experts.to(device), valid=self.valid.to(device))
+
+    def compact(self) -> RoutingTrace:
+        """The same trace in the smallest dtype that holds its ids, uint8 up to 256 experts."""
+        return self.validate()._derive(experts=self.experts.to(id_dtype(self.num_experts)))
 
     def for_tokens(self, ids_BT: Tensor, mask_BT: Tensor | None = None) -> RoutingTrace:
         """The same trace, with the hash of the tokens it routes; `mask_BT` leaves out padding.
@@ -247,14 +251,14 @@ def _is_bool(tensor: Tensor) -> bool:
 
 
 def row_indices(rows: Rows, B: int) -> Tensor:
-    """int64 [N]: the sequences of B that an index selects. Raises RoutingError for one outside."""
+    """int64 [N]: the sequences of B that an index selects, from 0 on. Raises RoutingError for one outside."""
     if isinstance(rows, slice):
         return torch.arange(B)[rows]
     index = torch.as_tensor(rows).cpu().reshape(-1)
     index = index.nonzero().squeeze(1) if _is_bool(index) else index.long()
     if index.numel() and not -B <= int(index.min()) <= int(index.max()) < B:
         raise RoutingError(f"sequences {index.tolist()} are not all in a trace of {B} sequences")
-    return index
+    return torch.where(index < 0, index + B, index)
 
 
 def _common(values: list[Any]) -> Any:

@@ -1,11 +1,9 @@
-"""RoutingTrace: structure, content, slicing, and its file."""
+"""RoutingTrace: structure, content, slicing, header fields."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from moe_rl.routing import RoutingError, RoutingTrace
 
@@ -99,36 +97,66 @@ def test_content_of_valid_rows():
     experts[:, :, 2] = 0
     with pytest.raises(RoutingError, match="layer 3 holds expert 0"):
         dataclasses.replace(trace, experts=experts).validate()
+    trace.where(torch.zeros_like(trace.valid)).validate()
+    trace[[]].validate()
     # with K = 1 the same may be true routing
     dataclasses.replace(trace, experts=torch.zeros(4, 6, 3, 1, dtype=torch.int64)).validate()
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
-def test_file_round_trip(tmp_path, num_experts, dtype):
-    trace = make(E=num_experts)
-    trace = trace.where(trace.valid)  # rows that are not valid are not stored
-    path = tmp_path / "trace.safetensors"
-    trace.save(path)
-    loaded = RoutingTrace.load(path)
-    assert loaded.experts.dtype == dtype
-    assert torch.equal(loaded.experts.long(), trace.experts)
-    assert torch.equal(loaded.valid, trace.valid)
-    assert (loaded.layer_ids, loaded.num_experts) == (trace.layer_ids, trace.num_experts)
-    assert loaded.nbytes == 4 * 6 * (3 * 2 * dtype.itemsize + 1)
+def test_the_smallest_dtype_that_torch_supports():
+    for num_experts, dtype in ((256, torch.uint8), (257, torch.int16), (32_769, torch.int32)):
+        trace = dataclasses.replace(make(), num_experts=num_experts)
+        compact = trace.compact()
+        assert compact.experts.dtype == dtype
+        assert torch.equal(compact.experts.long(), trace.experts)
+        assert compact.nbytes == 4 * 6 * (3 * 2 * dtype.itemsize + 1)
+    with pytest.raises(RoutingError, match="holds 0 to 300"):  # which uint8 would wrap to an id in range
+        dataclasses.replace(
+            trace, experts=trace.experts.where(trace.experts != 7, 300), num_experts=8
+        ).compact()
 
 
-def test_files_that_are_no_trace(tmp_path):
-    path = tmp_path / "other.safetensors"
-    save_file({"experts": torch.zeros(1)}, path)
-    with pytest.raises(RoutingError, match="not a routing trace"):
-        RoutingTrace.load(path)
-    path.write_bytes(b"not a safetensors file at all")
-    with pytest.raises(RoutingError, match="not a routing trace"):
-        RoutingTrace.load(path)
-    save_file({}, path, metadata={"moe_rl.routing_trace": json.dumps({"version": 99})})
-    with pytest.raises(RoutingError, match="format 99"):
-        RoutingTrace.load(path)
-    with pytest.raises(FileNotFoundError):
-        RoutingTrace.load(tmp_path / "missing.safetensors")
-    with pytest.raises(RoutingError, match="twice"):
-        dataclasses.replace(make(), experts=torch.ones(4, 6, 3, 2, dtype=torch.int64)).save(path)
+def test_header_fields_follow_their_sequences():
+    ids = torch.arange(24).view(4, 6)
+    trace = dataclasses.replace(make(), source="engine", weights_version=3).for_tokens(ids)
+    for rows in ([2, 0], slice(1, 3), torch.tensor([True, False, False, True]), -1):
+        part = trace[rows]
+        assert (part.source, part.weights_version) == ("engine", 3)
+        part.require_tokens(ids[rows].view(-1, 6))
+    assert torch.equal(RoutingTrace.cat([trace[2:], trace[:2]]).token_hash, trace.token_hash[[2, 3, 0, 1]])
+    assert torch.equal(trace.where(torch.zeros(4, 6)).fit(9).token_hash, trace.token_hash)
+    assert trace.fit(5).token_hash is None  # the hash is of 6 tokens
+    plain = make()
+    mixed = RoutingTrace.cat([trace, plain])
+    assert (mixed.source, mixed.weights_version, mixed.token_hash) == (None, None, None)
+    newer = dataclasses.replace(trace, weights_version=4)
+    assert RoutingTrace.cat([trace, newer]).source == "engine"
+    assert RoutingTrace.cat([trace, newer]).weights_version is None
+    with pytest.raises(RoutingError, match=r"int64 tensor \[B\] = \[4\]"):
+        dataclasses.replace(plain, token_hash=trace.token_hash[:3])
+
+
+def test_other_tokens_are_told():
+    ids = torch.arange(24).view(4, 6)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mask[1, :2] = False
+    trace = make().for_tokens(ids, mask)
+    trace.require_tokens(ids, mask)
+    trace.fit(8).require_tokens(torch.nn.functional.pad(ids, (0, 2)), torch.nn.functional.pad(mask, (0, 2)))
+    with pytest.raises(RoutingError, match=r"sequences \[1\]"):
+        trace.require_tokens(ids)
+    with pytest.raises(RoutingError, match=r"sequences \[0, 3\]"):
+        trace.require_tokens(ids[[3, 1, 2, 0]], mask)
+    with pytest.raises(RoutingError, match=r"ids must be \[B, T\] = \[4, 6\], got \[4, 5\]"):
+        trace.require_tokens(ids[:, :5])
+    make().require_tokens(ids[:, :5])  # no hash, no check
+
+
+def test_rows_are_joined_along_tokens():
+    trace = make()
+    parts = [trace.fit(2), dataclasses.replace(trace, experts=trace.experts[:, 2:], valid=trace.valid[:, 2:])]
+    joined = RoutingTrace.cat(parts, dim=1)
+    assert torch.equal(joined.experts, trace.experts) and torch.equal(joined.valid, trace.valid)
+    assert RoutingTrace.cat([trace.for_tokens(torch.zeros(4, 6))] * 2, dim=1).token_hash is None
+    with pytest.raises(RoutingError, match="B = 4 and 3 cannot be joined along T"):
+        RoutingTrace.cat([trace, trace[:3]], dim=1)
