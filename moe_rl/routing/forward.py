@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +34,30 @@ class Forward:
 
 
 class ForwardWatch:
-    """Follows the outermost forward of a model, whichever of its PreTrainedModels is called.
+    """Follows the outermost forward of a model, whichever of its PreTrainedModels with routers is called.
 
-    `begin(forward)` runs before it, `end(forward, output)` after it, unless it raised. A recompute under
-    gradient checkpointing is no forward.
+    A vision tower has none: `generate` may call it by itself, and its rows are patches. `begin(forward)` runs
+    before the forward, `end(forward, output)` after it, unless it raised. A recompute under gradient
+    checkpointing is no forward.
     """
 
     def __init__(
-        self, model: nn.Module, begin: Callable[[Forward], None], end: Callable[[Forward, Any], None]
+        self,
+        model: nn.Module,
+        routers: Iterable[str],
+        begin: Callable[[Forward], None],
+        end: Callable[[Forward, Any], None],
     ) -> None:
         self._begin, self._end = begin, end
         self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
-        models: list[nn.Module] = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        names = list(routers)
+        models: list[nn.Module] = [
+            module
+            for path, module in model.named_modules()
+            if isinstance(module, PreTrainedModel)
+            and any(name.startswith(f"{path}." if path else "") for name in names)
+        ]
         self._names = {
             module: list(inspect.signature(module.forward).parameters) for module in models or [model]
         }
@@ -54,7 +65,7 @@ class ForwardWatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
         # A model copied inside a context takes its hooks along; they must not report to this context.
-        return ForwardWatch(nn.Module(), lambda forward: None, lambda forward, output: None)
+        return ForwardWatch(nn.Module(), (), lambda forward: None, lambda forward, output: None)
 
     def attach(self) -> None:
         for module in self._names:

@@ -41,7 +41,7 @@ class Recorder:
         self._routers = find_routers(model)
         self._num_experts, _ = common_sizes(self._routers)
         self._taps = [_RecordTap(self, router) for router in self._routers]
-        self._watch = ForwardWatch(model, self._begin, self._end)
+        self._watch = ForwardWatch(model, [router.name for router in self._routers], self._begin, self._end)
         self._calls: list[tuple[Router, Tensor]] = []
         self._weights: list[Tensor] = []
         self._recordings: list[_Recording] = []

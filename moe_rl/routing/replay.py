@@ -70,7 +70,7 @@ class Replay:
             variant.require_fit(trace)
         self._variant, self._keep_native = variant, keep_native
         self._taps = [_ReplayTap(self, r) for r in range(len(self._routers))]
-        self._watch = ForwardWatch(model, self._begin, self._end)
+        self._watch = ForwardWatch(model, [router.name for router in self._routers], self._begin, self._end)
         self._on_device: dict[torch.device, TraceRows] = {}
         self._passes: Counter[int] = Counter()
         self._recomputed: Counter[int] = Counter()

@@ -24,6 +24,8 @@ _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.", re.IGNORECASE)
 _UNDECLARED = ("DeepseekV4HashRouter", "LearnedRouter")
 # Families whose declared router returns logits only; the module above it selects.
 _SELECTED_BY_PARENT = ("DbrxRouter",)
+# Blocks whose routers see a part of the tokens each, so that no row of a trace belongs to every token.
+_MODALITY_ISOLATED = ("Ernie4_5_VLMoeMoeBlock",)
 # The E columns a router selects over. More specific names come first: LongCat's `num_experts` leaves out its
 # zero experts, Zaya's its skip expert.
 _NUM_EXPERTS_NAMES = ("num_router_classes", "n_routed_experts", "num_experts", "moe_num_experts")
@@ -123,6 +125,12 @@ def _find_routers(model: nn.Module) -> list[Router]:
     for name, module in modules.items():
         if not isinstance(module, classes) and not _is_named(module, _UNDECLARED):
             continue
+        if _is_named(module, _MODALITY_ISOLATED):
+            raise RoutingError(
+                f"{name} ({type(module).__name__}) routes text tokens and image tokens by routers of their "
+                "own, among experts of their own: a trace has one router for all rows of a layer, so this "
+                "model can be neither recorded nor replayed"
+            )
         if _is_named(module, _SELECTED_BY_PARENT):
             name = name.rpartition(".")[0]
             module = modules[name]
