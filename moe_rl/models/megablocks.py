@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import inspect
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from moe_rl.models import megablocks_standins as standins
 from moe_rl.models.config import ModelError
+from moe_rl.models.experts import stacked_experts
 from moe_rl.routing.routers import Router, find_routers
 
 INSTALL = "pip install --no-build-isolation --no-deps megablocks==0.10.0 stanford-stk==0.7.1 triton"
@@ -40,6 +43,10 @@ def load_megablocks() -> Any:
             f"MegaBlocks needs {', '.join(missing)}, in an environment with torch: {INSTALL}"
         )
     standins.add_missing_extensions()
+    if "megablocks" not in sys.modules:
+        # An import that failed for want of an extension leaves modules that go on taking it as missing.
+        for name in [name for name in sys.modules if name.startswith("megablocks.")]:
+            del sys.modules[name]
     import megablocks.backend.kernels
     import megablocks.layers
     import megablocks.ops
@@ -141,9 +148,14 @@ def _dmoe(name: str, block: Any, router: Router) -> nn.Module:
     others = {name.partition(".")[0] for name, _ in block.named_parameters()} - {router_name, "experts"}
     if others:
         raise ModelError(f"{name} also has {sorted(others)}, which a dMoE of MegaBlocks does not have")
+    if block.experts not in stacked_experts(block):
+        raise ModelError(
+            f"{name}: {type(block.experts).__name__} are not stacked as transformers' experts are"
+        )
     require_supported(block.experts)
     if block.experts.has_gate and type(block.experts)._apply_gate is not _default_apply_gate:
         raise ModelError(f"{name}: the gate of {type(block.experts).__name__} is not act(gate) * up")
+    norm = _norm(name, router)
     weight_ED = router.module.get_parameter("weight").detach()
     mlp = to_megablocks(block.experts.state_dict())
     layers = load_megablocks().layers
@@ -152,7 +164,7 @@ def _dmoe(name: str, block: Any, router: Router) -> nn.Module:
         ffn_hidden_size=len(mlp["w1"]) // router.num_experts,
         moe_num_experts=router.num_experts,
         moe_top_k=router.top_k,
-        moe_normalize_expert_weights=_norm(name, router),
+        moe_normalize_expert_weights=norm,
         moe_loss_weight=0,  # else training forwards append to a list of the module, which somebody must clear
         activation_fn=block.experts.act_fn,
         bias=False,
@@ -174,11 +186,18 @@ def _norm(name: str, router: Router) -> int | None:
     Found by probing a float32 copy with random parameters, so that a formula that only resembles softmax and
     top-k at the present weights is not taken for it.
     """
+    refused = ModelError(
+        f"{name}: {type(router.module).__name__} is not MegaBlocks' router, a softmax over all experts "
+        "followed by a top-k, with or without normalisation; keep its layers and use model.experts=megablocks"
+    )
+    inputs = inspect.signature(router.module.forward).parameters
+    if len(inputs) > 1 or [key for key, _ in router.module.named_parameters()] != ["weight"]:
+        raise refused
     probe = copy.deepcopy(router.module).float().cpu().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        for tensor in (*probe.parameters(), *probe.buffers()):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
         weight_ED = probe.get_parameter("weight")
         hidden_ND = torch.randn(64, weight_ED.shape[1], generator=generator)
         _, weights_NK, experts_NK, *_ = probe(hidden_ND)
@@ -186,7 +205,4 @@ def _norm(name: str, router: Router) -> int | None:
     for norm, expected_NK in ((1, scores_NK / scores_NK.sum(-1, keepdim=True)), (None, scores_NK)):
         if torch.equal(top_NK, experts_NK) and torch.allclose(expected_NK, weights_NK):
             return norm
-    raise ModelError(
-        f"{name}: {type(router.module).__name__} is not MegaBlocks' router, a softmax over all experts "
-        "followed by a top-k, with or without normalisation; keep its layers and use model.experts=megablocks"
-    )
+    raise refused
