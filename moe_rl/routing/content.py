@@ -21,7 +21,7 @@ def check_content(
     rows = valid_BT.flatten().nonzero().squeeze(1)
     experts_NLK = experts_BTLK.flatten(0, 1)
     L, K = experts_NLK.shape[1:]
-    if not rows.numel() or not L:
+    if not rows.numel():
         return
     nonzero_L = torch.zeros(L, dtype=torch.bool, device=rows.device)
     duplicate_L = torch.zeros_like(nonzero_L)

@@ -65,10 +65,11 @@ class RoutingTrace:
                 f"valid must be a bool tensor [B, T] = {list(experts.shape[:2])}, "
                 f"got {valid.dtype} {list(valid.shape)}"
             )
-        if len(self.layer_ids) != experts.shape[2]:
+        if not len(self.layer_ids) == experts.shape[2] > 0:
             raise RoutingError(
-                f"layer_ids must name all {experts.shape[2]} layers of experts [B, T, L, K], "
-                f"got {len(self.layer_ids)}: {self.layer_ids}. Drop dense layers from experts first."
+                f"layer_ids must name the {experts.shape[2]} layers of experts [B, T, L, K], "
+                f"got {len(self.layer_ids)}: {self.layer_ids}. A trace has at least one layer, and "
+                "no dense ones."
             )
         if not 0 < experts.shape[3] <= self.num_experts:
             raise RoutingError(

@@ -73,10 +73,34 @@ def test_combine_is_the_change_over_all_tokens():
 def test_chunks_do_not_change_the_counts(monkeypatch):
     whole = expert_change(OLD, NEW)
     load = expert_load(NEW)
-    monkeypatch.setattr("moe_rl.routing.drift._TOKENS_PER_CHUNK", 2)
+    monkeypatch.setattr("moe_rl.routing.drift._IDS_PER_CHUNK", 8)  # two tokens
     assert expert_change(OLD, NEW).experts == whole.experts
     assert expert_change(OLD, NEW).changed_tokens == whole.changed_tokens
     assert torch.equal(expert_load(NEW), load)
+
+
+@pytest.mark.parametrize("num_experts", [12, 300])
+def test_counts_are_those_of_sets(num_experts, monkeypatch):
+    monkeypatch.setattr("moe_rl.routing.drift._IDS_PER_CHUNK", 50)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.rand(3, 9, 2, num_experts, generator=generator).argsort(-1)[..., :5]  # noqa: E731
+    valid = torch.rand(3, 9, generator=generator) > 0.3
+    old, new = (
+        RoutingTrace(draw(), valid, (1, 3), num_experts),
+        RoutingTrace(draw(), valid, (1, 3), num_experts),
+    )
+    lost_NL = [
+        [len(set(a) - set(b)) for a, b in zip(*layers, strict=True)]
+        for layers in zip(old.experts[valid].tolist(), new.experts[valid].tolist(), strict=True)
+    ]
+    change = expert_change(old, new)
+    assert change.changed_experts.tolist() == [sum(lost_L[layer] for lost_L in lost_NL) for layer in (0, 1)]
+    assert change.changed_sets.tolist() == [sum(lost_L[layer] > 0 for lost_L in lost_NL) for layer in (0, 1)]
+    assert change.changed_tokens == sum(any(lost_L) for lost_L in lost_NL)
+    ids = old.experts[valid]
+    assert expert_load(old).tolist() == [
+        ids[:, n].flatten().bincount(minlength=num_experts).tolist() for n in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_replace_is_checked_again_and_slices_are_not():
         (dict(experts=torch.zeros(4, 6, 3, 2)), "integer tensor"),
         (dict(valid=torch.ones(4, 6)), "bool tensor"),
         (dict(valid=torch.ones(4, 5, dtype=torch.bool)), r"\[4, 6\], got torch.bool \[4, 5\]"),
-        (dict(layer_ids=(0, 1)), "all 3 layers"),
+        (dict(layer_ids=(0, 1)), "the 3 layers"),
+        (dict(layer_ids=(), experts=torch.zeros(4, 6, 0, 2, dtype=torch.int64)), "at least one layer"),
         (dict(num_experts=1), "K = 2"),
     ],
 )
