@@ -65,10 +65,11 @@ def main() -> None:
 
 def print_sizes(directory: Path) -> None:
     """One line a topology: bytes per token, the packed file over the bound, experts per second."""
-    print("bytes per token                                                       file   million experts/s")
+    print(f"{'':33}bytes per token{'':35}million experts per second")
     print(
+        f"{'':75}ordered       sets        sets\n"
         f"{'model':20} {'L':>3} {'E/K':>7} {'int32':>6} {'int16':>6} {'memory':>7} {'ordered':>8} "
-        f"{'sets':>7} {'bound':>7} {'/bound':>7}  ordered: pack unpack  sets: pack unpack save load"
+        f"{'sets':>6} {'bound':>6}   pack unpack   pack unpack   save load"
     )
     for topology in TOPOLOGIES:
         trace = random_trace(topology, SEQUENCES, TOKENS)
@@ -79,9 +80,8 @@ def print_sizes(directory: Path) -> None:
         speeds += [speed / 1e6 for speed in file_speeds(trace, directory / "trace")]
         print(
             f"{topology.name:20} {topology.layers:3} {topology.experts:>4}/{topology.top_k:<2} "
-            f"{4 * slots:6} {2 * slots:6} {trace.nbytes / tokens:7.1f} {sizes[0]:8.1f} {sizes[1]:7.1f} "
-            f"{bound:7.1f} {sizes[1] / bound:7.4f}  "
-            "{:13.0f} {:6.0f}  {:10.0f} {:6.0f} {:4.0f} {:4.0f}".format(*speeds)
+            f"{4 * slots:6} {2 * slots:6} {trace.nbytes / tokens:7.1f} {sizes[0]:8.1f} {sizes[1]:6.1f} "
+            f"{bound:6.1f}   " + "{:4.0f} {:6.0f}   {:4.0f} {:6.0f}   {:4.0f} {:4.0f}".format(*speeds)
         )
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
-from moe_rl.routing import RoutingError, RoutingTrace
+from moe_rl.routing import (
+    RoutingError,
+    RoutingTrace,
+    expert_change,
+    expert_load,
+    record_routing,
+    replay_routing,
+)
 from moe_rl.routing.tokens import hash_tokens
 
 
@@ -83,8 +90,6 @@ def test_files_cost_their_bits(tmp_path, E, K):
 
 
 def test_sets_are_enough_for_drift(tmp_path):
-    from moe_rl.routing import expert_change, expert_load
-
     old, new = make(seed=0, valid=1), make(seed=1, valid=1)
     old.save(tmp_path / "old", ordered=False)
     loaded = RoutingTrace.load(tmp_path / "old")
@@ -93,6 +98,23 @@ def test_sets_are_enough_for_drift(tmp_path):
         == expert_change(old, new).changed_experts.tolist()
     )
     assert torch.equal(expert_load(loaded), expert_load(old))
+
+
+@pytest.mark.parametrize(("K", "ordered", "bitwise"), [(4, True, True), (2, False, True), (4, False, False)])
+def test_replay_of_a_file(tmp_path, build, batch, K, ordered, bitwise):
+    """In order, bitwise; as sets, the same experts and the same sums in another order. Two terms have one."""
+    ids, mask = batch
+    model = build("qwen3_moe", num_experts_per_tok=K, num_experts=16)
+    with torch.no_grad(), record_routing(model) as recorder:
+        plain = model(input_ids=ids, attention_mask=mask).logits
+    trace = recorder.trace()
+    trace.save(tmp_path / "trace", ordered)
+    loaded = RoutingTrace.load(tmp_path / "trace")
+    with torch.no_grad(), replay_routing(model, loaded) as replay:
+        logits = model(input_ids=ids, attention_mask=mask).logits
+    assert expert_change(trace, replay.native).sets == 0
+    assert torch.equal(logits, plain) == bitwise
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
