@@ -18,6 +18,7 @@ from moe_rl.routing.trace import RoutingTrace
 
 MANIFEST = "stream.json"
 FORMAT_VERSION = 1
+_OBJECT_BYTES = 2_048  # of a trace and its tensors besides the ids: what single decode steps weigh
 
 
 class TraceWriter:
@@ -51,6 +52,7 @@ class TraceWriter:
         self._model = {"layer_ids": list(layer_ids), "num_experts": num_experts, "top_k": top_k}
         self._dim, self._ordered, self._buffer_bytes = dim, ordered, buffer_bytes
         self._buffer: list[RoutingTrace] = []
+        self._held_bytes = 0
         self._files = 0
         self._sequences: int | None = None
         self.path.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,8 @@ class TraceWriter:
             )
         self._sequences = len(trace.valid)
         self._buffer.append(trace.compact().to("cpu"))
-        if sum(held.nbytes for held in self._buffer) >= self._buffer_bytes:
+        self._held_bytes += self._buffer[-1].nbytes + _OBJECT_BYTES
+        if self._held_bytes >= self._buffer_bytes:
             self._flush()
 
     def finish(self) -> None:
@@ -88,6 +91,7 @@ class TraceWriter:
         if self._buffer:
             _join(self._buffer, self._dim).save(_file(self.path, self._files), self._ordered)
             self._buffer.clear()
+            self._held_bytes = 0
             self._files += 1
 
     def _write_manifest(self, files: int | None) -> None:
