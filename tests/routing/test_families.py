@@ -26,7 +26,7 @@ from moe_rl.routing import (
     replay_routing,
     router_gets_gradient,
 )
-from moe_rl.routing.gates import RANKS_LOGITS, TopKGate
+from moe_rl.routing.gates import RANKS_LOGITS, TopKGate, gate_of
 
 COMMON = dict(
     vocab_size=64,
@@ -184,7 +184,7 @@ def discovered() -> list[str]:
 
 
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in discovered()]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
 
 
 def configure(family: str, **changes: object) -> PreTrainedConfig:
@@ -268,8 +268,12 @@ def test_no_family_is_forgotten():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recording_and_own_replay_change_no_bit(family, dtype):
-    check_own_trace(family, build(family, dtype))
+def test_recording_and_own_replay_change_no_bit(family, dtype, record_property):
+    model = build(family, dtype)
+    check_own_trace(family, model)
+    routers = [router.module for router in find_routers(model)]
+    record_property("routers", ", ".join(sorted({type(router).__name__ for router in routers})))
+    record_property("gate", ", ".join(sorted({gate_of(router).__name__ for router in routers})))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -304,7 +308,7 @@ NO_WEIGHTS = {"dbrx", "doge", "jetmoe", "llama4_text"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_variants(family):
+def test_replay_variants(family, record_property):
     """What variants of replay share with plain replay, where they must agree with it bitwise."""
     model = build(family)
     keep_weights = family not in NO_WEIGHTS
@@ -327,6 +331,7 @@ def test_replay_variants(family):
         with record_routing(model) as used, replay_routing(model, trace, variant=Threshold(0.9)):
             step(model)
         dataclasses.replace(used.trace()).validate()
+    record_property("weights", "–" if family in NO_WEIGHTS else "bitwise")
     if family in NO_WEIGHTS:
         refused = pytest.raises(RoutingError, match="does not return gate weights")
         with refused, record_routing(model, weights=True):
@@ -420,7 +425,7 @@ REENTRANT_INEXACT = {"doge", "inkling_text", "inkling2_text", "inkling2_loop_tex
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_under_gradient_checkpointing(family, use_reentrant):
+def test_replay_under_gradient_checkpointing(family, use_reentrant, record_property):
     model = build(family).train()
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"{family} does not support gradient checkpointing")
@@ -436,6 +441,8 @@ def test_replay_under_gradient_checkpointing(family, use_reentrant):
     with replay_routing(model, trace) as replay:
         checkpointed = step(model)
     assert replay.hits == replay.recomputes == len(trace.layer_ids)
+    rounding = "bitwise; reentrant within rounding" if family in REENTRANT_INEXACT else "bitwise"
+    record_property("gradients", rounding)
     if use_reentrant and family in REENTRANT_INEXACT:
         for name, gradient in expected[1].items():
             assert torch.allclose(gradient, checkpointed[1][name], rtol=1e-4, atol=1e-5), name
