@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
@@ -58,9 +59,7 @@ class ForwardWatch:
             if isinstance(module, PreTrainedModel)
             and any(name.startswith(f"{path}." if path else "") for name in names)
         ]
-        self._names = {
-            module: list(inspect.signature(module.forward).parameters) for module in models or [model]
-        }
+        self._names = {module: _arguments_of(module) for module in models or [model]}
         self.current: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
@@ -113,6 +112,19 @@ class ForwardWatch:
             forward, self.current = self.current, None
             if forward is not None and output is not None:  # None: the forward raised
                 self._end(forward, output)
+
+
+def _arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """The names that positional arguments of the module's forward bind to."""
+    forward: Any = module.forward
+    if getattr(forward, "__self__", None) is module:
+        return _parameters(forward.__func__)[1:]
+    return tuple(inspect.signature(forward).parameters)  # set on the instance: a cache would keep it alive
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def in_recompute() -> bool:

@@ -268,6 +268,9 @@ _ADAPTERS = {
 
 def gate_of(router: nn.Module) -> type[TopKGate]:
     """How `router` selects, by the name of its class."""
-    return next(
-        (_ADAPTERS[cls.__name__] for cls in type(router).__mro__ if cls.__name__ in _ADAPTERS), TopKGate
-    )
+    return _gate_of_class(type(router))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _gate_of_class(cls: Any) -> type[TopKGate]:
+    return next((_ADAPTERS[base.__name__] for base in cls.__mro__ if base.__name__ in _ADAPTERS), TopKGate)

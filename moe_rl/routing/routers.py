@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +120,8 @@ def router_gets_gradient(router: Router) -> bool:
 
 
 def _find_routers(model: nn.Module) -> list[Router]:
-    classes = _router_classes(model)
     modules = dict(model.named_modules())
+    classes = _router_classes(modules.values())
     found = []
     for name, module in modules.items():
         if not isinstance(module, classes) and not _is_named(module, _UNDECLARED):
@@ -153,12 +154,17 @@ def _is_idle_copy(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def _is_named(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return any(cls.__name__ in names for cls in type(module).__mro__)
+    return _class_is_named(type(module), names)  # type: ignore[arg-type]
 
 
-def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """What the modeling files of the model declare as the source of `router_logits`."""
-    models = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+@functools.cache
+def _class_is_named(cls: Any, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in cls.__mro__)
+
+
+def _router_classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """What the modeling files of the modules declare as the source of `router_logits`."""
+    models = {type(module) for module in modules if isinstance(module, PreTrainedModel)}
     # The file of a base class counts as well: FSDP2 and users derive from a family's classes.
     families = {base for cls in models for base in cls.__mro__ if issubclass(base, PreTrainedModel)}
     files = {family.__module__ for family in families} - {PreTrainedModel.__module__}
