@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from moe_rl.routing import RoutingError, RoutingTrace
+from moe_rl.routing import RoutingError, RoutingTrace, TraceStream
 from moe_rl.routing.formats import ModelRouting
 from moe_rl.routing.formats.files import DECODERS, import_payload, is_own_trace, read_payloads
 
@@ -47,6 +47,11 @@ def _inspect(
 ) -> Iterator[tuple[str, str | Exception]]:
     """The place of every sequence of a file, and its description or why it is refused."""
     try:
+        if path.is_dir():
+            stream = TraceStream(path)
+            state = "complete" if stream.complete else "unfinished"
+            yield "", f"moe_rl {state} stream of {describe(stream.load())}"
+            return
         if is_own_trace(path):
             yield "", f"moe_rl trace of {_own(path, routing)}"
             return
@@ -74,7 +79,10 @@ def _own(path: Path, routing: ModelRouting | None) -> str:
     geometry = (trace.layer_ids, trace.num_experts, trace.top_k)
     if routing and geometry != (routing.moe_layer_ids, routing.num_experts, routing.top_k):
         raise RoutingError(f"it is of another model than the one given: {describe(trace)}")
-    return f"{len(trace.valid)} sequences, {describe(trace)}"
+    known = [f"from {trace.source}"] if trace.source else []
+    known += [f"weights version {trace.weights_version}"] if trace.weights_version is not None else []
+    known += ["with token hashes"] if trace.token_hash is not None else []
+    return ", ".join([f"{len(trace.valid)} sequences", describe(trace), *known])
 
 
 def describe(trace: RoutingTrace) -> str:

@@ -23,11 +23,13 @@ from experiments.config import Config, build_objective, build_task, register, ru
 from moe_rl.analysis.collapse import detect_collapse
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
-from moe_rl.store import Run, RunStore
+from moe_rl.store import Run, RunStore, StoreError
 from moe_rl.tasks import Task
-from moe_rl.training.cold_start import cold_start
+from moe_rl.training.cold_start import ColdStartError, cold_start
 from moe_rl.training.loop import train
 
+# What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
+USER_ERRORS = (ValueError, ColdStartError, StoreError, ModuleNotFoundError)
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 register()
 
@@ -48,7 +50,7 @@ def main(cfg: DictConfig) -> None:
         print(f"{shown}: failed: {error}", file=sys.stderr)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # Hydra runs the other jobs, then exits with 1
-        if isinstance(error, ValueError):
+        if isinstance(error, USER_ERRORS):
             sys.exit(1)  # the line above says it all
         raise
     evals = Run(path).evals()

@@ -4,6 +4,9 @@ from moe_rl.routing.drift import ExpertChange, expert_change, expert_load, max_v
 from moe_rl.routing.record import Recorder, record_routing
 from moe_rl.routing.replay import Replay, replay_routing
 from moe_rl.routing.routers import Router, find_routers, has_routers, router_gets_gradient
+from moe_rl.routing.storage import TraceFile
+from moe_rl.routing.stream import TraceStream, TraceWriter
+from moe_rl.routing.tokens import hash_tokens
 from moe_rl.routing.trace import RoutingError, RoutingTrace
 from moe_rl.routing.variants import OldWeights, Threshold, scoring_rows
 
@@ -16,10 +19,14 @@ __all__ = [
     "RoutingError",
     "RoutingTrace",
     "Threshold",
+    "TraceFile",
+    "TraceStream",
+    "TraceWriter",
     "expert_change",
     "expert_load",
     "find_routers",
     "has_routers",
+    "hash_tokens",
     "max_violation",
     "record_routing",
     "replay_routing",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from experiments.inspect_trace import main
-from moe_rl.routing import RoutingTrace
+from moe_rl.routing import RoutingTrace, TraceWriter
 
 SIZES = ["--layers", "3", "--experts", "8", "--top-k", "2", "--moe-layers", "1-2"]
 
@@ -90,3 +90,20 @@ def test_incomplete_or_unreadable_geometry_is_a_usage_error(arguments):
     with pytest.raises(SystemExit) as stopped:
         main(["file.npy", *arguments])
     assert stopped.value.code == 2
+
+
+def test_own_traces_say_where_they_come_from(rows, tmp_path, capsys):
+    experts = torch.from_numpy(rows)[None, :, 1:]
+    trace = RoutingTrace(
+        experts, torch.ones(1, 5, dtype=torch.bool), (1, 2), 8, source="vLLM", weights_version=3
+    ).for_tokens(torch.arange(5)[None])
+    trace.save(tmp_path / "own.safetensors")
+    with TraceWriter(tmp_path / "stream", (1, 2), 8, 2) as writer:
+        writer.append(trace)
+        writer.append(trace)
+    assert main([str(tmp_path / "own.safetensors"), str(tmp_path / "stream")]) == 0
+    own, stream = capsys.readouterr().out.splitlines()
+    assert own.endswith(", 2 of 8 experts per token, from vLLM, weights version 3, with token hashes")
+    assert "moe_rl complete stream of 10 routed rows of 10" in stream
+    assert main([str(tmp_path)]) == 1
+    assert "is not a stream of traces" in capsys.readouterr().out.splitlines()[-1]

@@ -66,7 +66,7 @@ def to_trace(sequences: Sequence[Rows], routing: ModelRouting, tokens: Sequence[
 
     Every sequence must hold a row for each token from its start on (N), or for each but the last, which the
     engine sampled and never routed (N - 1). `valid` says which: the last row of an N - 1 payload is False.
-    Raises RoutingError for everything that could turn into a wrong trace.
+    `source` names the engine. Raises RoutingError for everything that could turn into a wrong trace.
     """
     lengths = [checks.require_count("tokens", length, least=1) for length in tokens]
     _require_one_dtype(sequences)
@@ -83,7 +83,8 @@ def to_trace(sequences: Sequence[Rows], routing: ModelRouting, tokens: Sequence[
         raise RoutingError(
             "no sequence holds routing: the engine was not told to return it, or every request was aborted"
         )
-    return RoutingTrace(experts, valid, layers, routing.num_experts).validate()
+    source = sequences[0].source
+    return RoutingTrace(experts, valid, layers, routing.num_experts, source=source).validate()
 
 
 def align_to_mask(trace: RoutingTrace, mask_BT: Tensor) -> RoutingTrace:
