@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.routing.attach import add_tap, remove_tap, taps_of
-from moe_rl.routing.drift import ExpertChange, expert_change
+from moe_rl.routing.drift import expert_change
 from moe_rl.routing.forcing import LayerForce, TraceRows
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
 from moe_rl.routing.gates import TopKGate
@@ -116,18 +116,21 @@ class Replay:
         return self._native_trace
 
     @property
-    def replaced(self) -> ExpertChange:
-        """Under Threshold: from the trace to what the experts got in the latest complete forward.
+    def used(self) -> RoutingTrace:
+        """What the experts got in the latest complete forward, on the trace's valid rows.
 
-        `replaced.experts` is the share of replayed slots that the router's own choice took.
+        This is the trace, but for Threshold; `expert_change(trace, replay.used)` is its change by layer.
         """
+        if not isinstance(self._variant, Threshold):
+            return self._trace
         if self._used_trace is None:
-            raise RoutingError(
-                "no complete forward ran inside replay_routing yet"
-                if isinstance(self._variant, Threshold)
-                else "nothing is replaced without variant=Threshold(min_ratio)"
-            )
-        return expert_change(self._trace, self._used_trace)
+            raise RoutingError("no complete forward ran inside replay_routing yet")
+        return self._used_trace
+
+    @property
+    def replaced(self) -> float:
+        """The share of replayed slots that Threshold gave to the router's own choice, as a fraction."""
+        return expert_change(self._trace, self.used).experts
 
     def _begin(self, forward: Forward) -> None:
         B, T = self._trace.valid.shape
