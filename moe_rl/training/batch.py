@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
+from moe_rl.routing import scoring_rows
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -80,9 +82,7 @@ class RolloutBatch:
         Routing row t belongs to input position t and its logits score token t + 1, so these are the
         response tokens moved one to the left.
         """
-        rows = torch.zeros_like(self.response_mask_BT, dtype=torch.bool)
-        rows[:, :-1] = self.response_mask_BT[:, 1:] > 0
-        return rows
+        return scoring_rows(self.response_mask_BT)
 
     @property
     def response_lengths_B(self) -> Tensor:

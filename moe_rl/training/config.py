@@ -76,10 +76,29 @@ class ReplayConfig:
     """
 
     source: str | None = None
+    # None: all rows and experts of the trace, weights from the current router. "response": only the rows
+    # that score response tokens. "threshold": only experts whose current score is at least min_ratio x the
+    # router's own K-th. "old_weights": the old gate weights too, for study: the router gets no gradient.
+    variant: str | None = None
+    min_ratio: float | None = None  # of variant=threshold, in (0, 1]
 
     def check(self) -> None:
         if self.source not in (None, "old_policy", "rollout"):
             raise ValueError(f"replay.source={self.source!r}: expected null, old_policy or rollout")
+        if self.variant not in (None, "response", "threshold", "old_weights"):
+            raise ValueError(
+                f"replay.variant={self.variant!r}: expected null, response, threshold or old_weights"
+            )
+        if self.variant is not None and self.source is None:
+            raise ValueError(f"replay.variant={self.variant} needs a replay.source")
+        if self.variant == "old_weights" and self.source != "old_policy":
+            raise ValueError(
+                "replay.variant=old_weights replays the old-policy pass: replay.source=old_policy"
+            )
+        if (self.variant == "threshold") != (self.min_ratio is not None):
+            raise ValueError("replay.min_ratio goes with replay.variant=threshold, and that needs it")
+        if self.min_ratio is not None and not 0 < self.min_ratio <= 1:
+            raise ValueError(f"replay.min_ratio={self.min_ratio}: expected above 0 and at most 1")
 
 
 @dataclass

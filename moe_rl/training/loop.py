@@ -93,7 +93,7 @@ def train(
                 moe=learner.moe,
                 value_head=learner.value_head,
                 router_scores="router_shift_BT" in learner.needs,
-                replay_source=config.replay.source,
+                replay=config.replay,
                 rollout_trace=groups.trace,
             )
             signal = learning_signal(learner, groups, old, plan)

@@ -106,10 +106,12 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, Any]:
     since_old = [u.since_old for u in updates if u.since_old is not None]
     since_last = [u.since_last for u in updates if u.since_last is not None]
     overridden = [u.overridden for u in updates if u.overridden is not None]
+    followed = [u.followed for u in updates if u.followed is not None]
     if since_old and since_last:
         found["drift/first"] = since_old[0].experts
         found |= drift_metrics("drift/old", since_old[-1])
         found |= drift_metrics("drift/step", ExpertChange.combine(since_last))
-    if overridden:
+    if overridden and followed:
         found["replay/overridden"] = ExpertChange.combine(overridden).experts
+        found["replay/replaced"] = ExpertChange.combine(followed).experts
     return found

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
-from moe_rl.routing import RoutingTrace, record_routing, replay_routing
+from moe_rl.routing import OldWeights, RoutingTrace, Threshold, record_routing, replay_routing
 from moe_rl.training.batch import RolloutBatch
+from moe_rl.training.config import ReplayConfig
 from moe_rl.training.policy import router_logp, score
 
 Plan = list[list[slice]]  # mini-batches of micro-batches of rows
@@ -42,13 +43,15 @@ class OldPolicy:
     """π_old on a rollout batch, before the updates: `Scores`' fields, and its trace on all rows.
 
     `trace` is its native routing, None for a dense model; `forced` the trace that replay forces, None without
-    replay; `values_BT` and `router_logp_BTLK` are there where an objective asks for them.
+    replay; `gate_weights_BTLK` the weights of the experts in `trace`, `values_BT` and `router_logp_BTLK` are
+    there where replay or the objective asks for them.
     """
 
     logp_BT: Tensor
     entropy_BT: Tensor
     trace: RoutingTrace | None
     forced: RoutingTrace | None = None
+    gate_weights_BTLK: Tensor | None = None
     values_BT: Tensor | None = None
     router_logp_BTLK: Tensor | None = None
 
@@ -63,16 +66,17 @@ def old_policy_pass(
     moe: bool,
     value_head: ValueHead | None = None,
     router_scores: bool = False,
-    replay_source: str | None = None,
+    replay: ReplayConfig,
     rollout_trace: RoutingTrace | None = None,
 ) -> OldPolicy:
     """Log-probabilities, entropy and native routing of the policy that sampled, by the training forward.
 
     Under R3 the log-probabilities are on the sampler's experts, as those of the updates will be.
     """
-    scores, traces, router_logps = [], [], []
+    scores, traces, gate_weights, router_logps = [], [], [], []
+    keep_weights = replay.variant == "old_weights"
     for rows in flat(plan):
-        with record_routing(policy) if moe else nullcontext() as recorder:
+        with record_routing(policy, weights=keep_weights) if moe else nullcontext() as recorder:
             part = score(
                 policy,
                 batch[rows],
@@ -84,34 +88,51 @@ def old_policy_pass(
         scores.append(part)
         if recorder is not None:
             traces.append(recorder.trace())
+            if keep_weights:
+                gate_weights.append(recorder.weights())
             if part.router_logits is not None:
                 router_logps.append(router_logp(part.router_logits, traces[-1]))
     logp_BT = joined([part.logp_BT for part in scores])
     entropy_BT = joined([part.entropy_BT for part in scores])
     assert logp_BT is not None and entropy_BT is not None
     trace = RoutingTrace.cat(traces) if traces else None
-    forced = {None: None, "old_policy": trace, "rollout": rollout_trace}[replay_source]
-    if replay_source == "rollout" and forced is not None:
-        logp_BT = replayed_logp(policy, batch, plan, temperature, forced)
+    forced = {None: None, "old_policy": trace, "rollout": rollout_trace}[replay.source]
+    if forced is not None and replay.variant == "response":
+        forced = forced.where(batch.routing_rows_BT)
+    if forced is not None and replay.source == "rollout":
+        logp_BT = replayed_logp(policy, batch, plan, temperature, forced, replay)
     return OldPolicy(
         logp_BT,
         entropy_BT,
         trace,
         forced,
+        gate_weights_BTLK=joined(gate_weights),
         values_BT=joined([part.values_BT for part in scores]),
         router_logp_BTLK=joined(router_logps),
     )
 
 
 def replayed_logp(
-    policy: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float, trace: RoutingTrace
+    policy: PreTrainedModel,
+    batch: RolloutBatch,
+    plan: Plan,
+    temperature: float,
+    trace: RoutingTrace,
+    replay: ReplayConfig,
 ) -> Tensor:
     """log π of the sampled tokens on a trace's experts, [B, T], nats."""
     parts = []
     for rows in flat(plan):
-        with replay_routing(policy, trace[rows]):
+        with replay_routing(policy, trace[rows], variant=variant_of(replay, None)):
             parts.append(score(policy, batch[rows], temperature).logp_BT)
     return torch.cat(parts)
+
+
+def variant_of(config: ReplayConfig, gate_weights_BTLK: Tensor | None) -> Threshold | OldWeights | None:
+    """The variant of `replay_routing` that the options ask for."""
+    if config.variant == "threshold" and config.min_ratio is not None:
+        return Threshold(config.min_ratio)
+    return OldWeights(gate_weights_BTLK) if gate_weights_BTLK is not None else None
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -16,7 +16,7 @@ from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.learner import Learner, tensors_of_forward
 from moe_rl.training.measure import drift_metrics
-from moe_rl.training.passes import OldPolicy
+from moe_rl.training.passes import OldPolicy, variant_of
 from moe_rl.training.policy import score
 from moe_rl.training.signal import Signal
 
@@ -25,9 +25,9 @@ from moe_rl.training.signal import Signal
 class Update:
     """What one gradient update left behind; its tensors (detached) cover the mini-batch's rows.
 
-    The expert changes are on response rows: `overridden` is the replayed trace against the router's own
-    choice in the same forward; `since_old` and `since_last` are the routing after the update against π_old
-    and against the policy just before it, on the whole rollout batch.
+    The expert changes are on response rows: `overridden` is what the experts got against the router's own
+    choice in the same forward, `followed` against the trace; `since_old` and `since_last` are the routing
+    after the update against π_old and against the policy just before it, on the whole rollout batch.
     """
 
     loss: float
@@ -37,6 +37,7 @@ class Update:
     tensors: dict[str, Tensor]
     objective_metrics: dict[str, float]
     overridden: ExpertChange | None = None
+    followed: ExpertChange | None = None
     since_old: ExpertChange | None = None
     since_last: ExpertChange | None = None
 
@@ -49,6 +50,8 @@ class Update:
         found |= self.objective_metrics
         if self.overridden is not None:
             found["replay/overridden"] = self.overridden.experts
+        if self.followed is not None:
+            found["replay/replaced"] = self.followed.experts
         if self.since_old is not None and self.since_last is not None:
             found |= drift_metrics("drift/old", self.since_old) | drift_metrics("drift/step", self.since_last)
         return found
@@ -58,7 +61,9 @@ def routing_of(learner: Learner, old: OldPolicy, rows: slice) -> AbstractContext
     """Native routing, or replay of the old experts for these rows; held open until after backward."""
     if old.forced is None:
         return nullcontext()
-    return replay_routing(learner.policy, old.forced[rows])
+    gate_weights = old.gate_weights_BTLK[rows] if old.gate_weights_BTLK is not None else None
+    variant = variant_of(learner.config.replay, gate_weights)
+    return replay_routing(learner.policy, old.forced[rows], variant=variant)
 
 
 def gradient_update(
@@ -74,7 +79,7 @@ def gradient_update(
     whole = slice(minibatch[0].start, minibatch[-1].stop)
     target = signal[whole]
     sequences, tokens = len(target.mask_BT), int(target.mask_BT.sum())
-    loss_sum, logps, overridden = 0.0, [], []
+    loss_sum, logps, overridden, followed = 0.0, [], [], []
     forward_tensors: dict[str, list[Tensor]] = {}
     learner.optimizer.zero_grad()
     for rows in minibatch:
@@ -105,8 +110,9 @@ def gradient_update(
         for name, tensor in extra.items():
             forward_tensors.setdefault(name, []).append(tensor.detach())
         if replay is not None and old.forced is not None:
-            on = part.routing_rows_BT
-            overridden.append(expert_change(old.forced[rows].where(on), replay.native.where(on)))
+            on, forced = part.routing_rows_BT, old.forced[rows]
+            overridden.append(expert_change(replay.used.where(on), replay.native.where(on)))
+            followed.append(expert_change(forced.where(on), replay.used.where(on)))
 
     grad_norm = torch.nn.utils.clip_grad_norm_(
         learner.trained.parameters(), config.optim.max_grad_norm
@@ -120,8 +126,10 @@ def gradient_update(
     logp_BT = torch.cat(logps)
     tensors = {name: torch.cat(parts) for name, parts in forward_tensors.items()}
     metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
-    combined = ExpertChange.combine(overridden) if overridden else None
-    return Update(loss_sum, grad_norm, lr, logp_BT, tensors, metrics, overridden=combined)
+    update = Update(loss_sum, grad_norm, lr, logp_BT, tensors, metrics)
+    if overridden:
+        update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
+    return update
 
 
 @torch.no_grad()

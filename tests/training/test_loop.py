@@ -169,9 +169,9 @@ def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, task, monke
         recorded.append(found.trace)
         return found
 
-    def replayed(model, trace):
+    def replayed(model, trace, **options):
         forced.append(trace)
-        return replay(model, trace)
+        return replay(model, trace, **options)
 
     monkeypatch.setattr(groups, "sample_and_grade", sampled)
     monkeypatch.setattr(update, "replay_routing", replayed)
@@ -189,6 +189,35 @@ def test_rollout_replay_of_the_same_weights_is_old_policy_replay(tmp_path, fresh
     r3 = run(tmp_path / "r3", fresh(), task, config(replay=ReplayConfig("rollout")))
     assert r3.steps()["mismatch/experts"].tolist() == [0.0] * STEPS
     assert r3.steps()["loss"].tolist() == pytest.approx(r2.steps()["loss"].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "min_ratio"),
+    [("response", None), ("threshold", 0.9), ("threshold", 1e-6), ("old_weights", None)],
+)
+def test_replay_variants_in_the_loop(tmp_path, fresh, task, variant, min_ratio):
+    full = run(tmp_path / "full", fresh(), task, config(replay=ReplayConfig("old_policy"))).updates()
+    options = ReplayConfig("old_policy", variant, min_ratio)
+    other = run(tmp_path / "other", fresh(), task, config(replay=options)).updates()
+    assert other["ratio/token_std"][0] == 0.0, "with weights unchanged every variant is the plain forward"
+    assert full["replay/replaced"].tolist() == [0.0] * len(full)
+    if min_ratio == 0.9:
+        assert other["replay/replaced"].iloc[1:].max() > 0
+    else:
+        assert other["replay/replaced"].max() == 0.0
+    if min_ratio == 1e-6:  # keeps every expert: the same as plain replay
+        assert other["loss"].tolist() == full["loss"].tolist()
+    else:
+        assert other["loss"].tolist() != full["loss"].tolist()
+
+
+def test_old_weights_leave_the_router_without_gradient(tmp_path, fresh, task):
+    lm = fresh()
+    before = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}
+    run(tmp_path / "run", lm, task, config(steps=1, replay=ReplayConfig("old_policy", "old_weights")))
+    after = lm.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any(name.endswith("mlp.gate.weight") for name in changed)
 
 
 def test_arms_share_prompts_and_samples(tmp_path, fresh, task):
