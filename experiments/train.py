@@ -25,11 +25,12 @@ from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, StoreError
 from moe_rl.tasks import Task
-from moe_rl.training.cold_start import ColdStartError, cold_start
+from moe_rl.training.cold_start import ColdStartError, cold_start, content_digest
+from moe_rl.training.learner import check_together
 from moe_rl.training.loop import train
 
 # What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
-USER_ERRORS = (ValueError, ColdStartError, StoreError, ModuleNotFoundError)
+USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError)
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 register()
 
@@ -65,13 +66,16 @@ def run(cfg: DictConfig, path: Path) -> None:
     """One run from config to DONE; what goes wrong after the config check leaves FAILED."""
     config = train_config(cfg)
     task, objective = build_task(cfg), build_objective(cfg)
+    check_together(objective, config)
     torch.set_num_threads(config.threads)
     transformers.logging.set_verbosity_error()  # its advice is for callers of generate(); ours is fixed
     transformers.logging.disable_progress_bar()
     bar = terminal_line()
     with RunStore.open(path, run_config(cfg)) as store:
         lm = load_model(config.model, task.default_tokenizer, config.device)
-        warm = start(lm, task, config, cfg, bar)
+        content = content_digest(lm, task)
+        require_same_content(path, content)
+        warm = start(lm, task, config, cfg, content, bar)
         title = f"{config.arm} seed {config.seed}"
         train(lm, task, objective, config, store, title=title, bar=bar)
         lm.save(path / "final")
@@ -87,14 +91,33 @@ def terminal_line() -> int:
     return hydra_config.job.num % (jobs if jobs > 0 else os.cpu_count() or 1)
 
 
-def start(lm: LanguageModel, task: Task, config: Config, cfg: DictConfig, bar: int) -> dict[str, object]:
+def versions() -> dict[str, str]:
+    """The libraries that decide what the same weights and tokens give."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def require_same_content(path: Path, content: str) -> None:
+    """Raise `StoreError` when a run is continued on other weights, tokenizer or problems than it began on."""
+    file = path / "content.txt"
+    if not file.exists():
+        file.write_text(content + "\n", encoding="utf-8")
+    elif file.read_text(encoding="utf-8").strip() != content:
+        raise StoreError(
+            f"{path} began with other weights, another tokenizer or other problems under the same "
+            "configuration (a checkpoint or data file has changed since): use another output folder"
+        )
+
+
+def start(
+    lm: LanguageModel, task: Task, config: Config, cfg: DictConfig, content: str, bar: int
+) -> dict[str, object]:
     """The cold start, shared by every run with the same model, task and warm-up options."""
     if not config.cold_start.enabled:
         return {}
     whole = run_config(cfg)
     temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
     identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")}
-    identity["rollout"] = [temperature, max_new_tokens]
+    identity |= {"rollout": [temperature, max_new_tokens], "content": content, "versions": versions()}
     warm = cold_start(
         lm,
         task,

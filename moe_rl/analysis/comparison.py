@@ -31,6 +31,11 @@ class Member:
     evals: pd.DataFrame
     collapse: Collapse
 
+    @property
+    def short(self) -> bool:
+        """Whether it has not reached its last step: unfinished, failed, or stopped by a non-finite value."""
+        return self.run.status != "done" or len(self.steps) < int(self.run.config.get("steps", 0))
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -45,9 +45,7 @@ def draw_all(comparison: Comparison, look: Mapping[str, Look]) -> list[Drawn]:
 
 
 def _draw(recipe: Recipe, comparison: Comparison, look: Mapping[str, Look]) -> Drawn | None:
-    ended = frozenset(
-        (member.arm, seed_of(member)) for member in comparison.members if member.run.status != "done"
-    )
+    ended = frozenset((member.arm, seed_of(member)) for member in comparison.members if member.short)
     panels = [panel for panel in recipe.panels(comparison.members) if not panel.curves.empty]
     panels = [replace(panel, ended=ended) if panel.xlabel == STEP else panel for panel in panels]
     if not panels:
@@ -70,7 +68,7 @@ def _reading(panels: Sequence[Panel], band: pd.DataFrame, comparison: Comparison
     if width > 1 and any(panel.xlabel == STEP and not panel.markers for panel in panels):
         yield f"A point is the mean of up to {width} consecutive steps."
     if any(panel.ended for panel in panels):
-        yield "×: where a run that is not done ends; the mean goes on over the others."
+        yield "×: where a run ends short of its last step; from there on the mean is over the others alone."
 
 
 def _zeros(panels: Sequence[Panel]) -> list[str]:

@@ -171,7 +171,7 @@ def _arms(arms: pd.DataFrame) -> str:
             )
             rows.append(["… relative to grpo", *times])
     rows.append(["Collapse", *(escape(arm["collapse"]) for arm in columns)])
-    note = f"{_around(set(arms['interval']))} Runs that are not done count as far as they got."
+    note = f"{_around(set(arms['interval']))} Runs short of their last step count as far as they got."
     layout = "equal" if len(columns) < 6 else ""
     table = _table(["", *(escape(arm["arm"]) for arm in columns)], rows, layout)
     return f'{table}<p class="note">{escape(note)}</p>'
@@ -187,7 +187,7 @@ def _around(intervals: set[str]) -> str:
 
 
 def _seeds(arm: pd.Series) -> str:
-    short = f"<small>{arm['not_done']} not done</small>" if arm["not_done"] else ""
+    short = f"<small>{arm['short']} short of the last step</small>" if arm["short"] else ""
     return f"{arm['seeds']}{short}"
 
 

@@ -31,7 +31,7 @@ class Panel:
     """What one pair of axes shows.
 
     curves: rows of arm, seed, x, value; with `bars`, one row a run.  log: a log axis, zeros on a line of
-    their own.  ended: (arm, seed) of runs that are not done, marked where they end.
+    their own.  ended: (arm, seed) of runs short of their last step, marked where they end.
     """
 
     title: str

@@ -63,6 +63,7 @@ def _run_row(member: Member) -> dict[str, object]:
         "arm": member.arm,
         "seed": member.run.seed,
         "status": member.run.status,
+        "short": member.short,
         "steps": len(steps),
         "steps_planned": member.run.config.get("steps"),
         "last_evaluation": int(member.evals["step"].iloc[-1]) if len(member.evals) else None,
@@ -114,7 +115,7 @@ def arm_table(runs: pd.DataFrame) -> pd.DataFrame:
         row: dict[str, object] = {
             "arm": arm,
             "seeds": group["seed"].nunique(),
-            "not_done": int((group["status"] != "done").sum()),
+            "short": int(group["short"].sum()),
             "collapse": _collapses(group),
             "interval": summarise(group["steps"]).interval,
         }

@@ -18,7 +18,7 @@ class ModelConfig:
 
     name: str = "tiny"
     source: str = "config"  # config: random weights from `architecture` and `config`; checkpoint: `path`
-    dtype: str = "float32"  # of the weights: float32, bfloat16 or float64
+    dtype: str = "float32"  # of the weights: float32 or float64; see `check`
     experts: str | None = (
         None  # what runs them: eager, grouped_mm, batched_mm or megablocks; null: the default
     )
@@ -36,8 +36,13 @@ class ModelConfig:
         """Raise `ValueError` for options that contradict each other."""
         if self.source not in ("config", "checkpoint"):
             raise ValueError(f"model.source={self.source!r}: expected config or checkpoint")
-        if self.dtype not in ("float32", "bfloat16", "float64"):
-            raise ValueError(f"model.dtype={self.dtype!r}: expected float32, bfloat16 or float64")
+        if self.dtype == "bfloat16":
+            raise ValueError(
+                "model.dtype=bfloat16: AdamW's steps at RL learning rates are smaller than the spacing of "
+                "bfloat16 weights and would be rounded away; train float32 weights"
+            )
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"model.dtype={self.dtype!r}: expected float32 or float64")
         if self.experts not in (None, *EXPERTS):
             raise ValueError(f"model.experts={self.experts}: expected {', '.join(EXPERTS)} or null")
         if self.source == "checkpoint" and not self.path:

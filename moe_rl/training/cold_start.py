@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -24,7 +25,27 @@ from moe_rl.tasks import Task
 from moe_rl.tasks.encode import answer_ids, prompt_ids
 from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.config import ColdStartConfig
-from moe_rl.training.evaluate import accuracy, held_out
+from moe_rl.training.evaluate import accuracy, held_out_for_cold_start
+
+EXAMPLES_PER_SEED = 10_000_000  # a seed's examples are its own stretch of the task's stream
+
+
+def content_digest(lm: LanguageModel, task: Task) -> str:
+    """What a run starts from, by content: weights, tokenizer, first problems of every split.
+
+    A path may hold other weights or an edited file the next day under the same configuration.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model_tensors(lm.model).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
+    for split in (task.train, task.test, task.warmup):
+        for index in range(64):
+            with contextlib.suppress(IndexError, ValueError):  # a short test split, a family without answers
+                problem = split(index)
+                digest.update(f"{problem.prompt}\0{problem.answer}\0".encode())
+    return digest.hexdigest()
 
 
 class ColdStartError(RuntimeError):
@@ -100,7 +121,7 @@ def _train(
     """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
     lm.model.eval()  # no dropout, as in RL
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    problems = held_out(task, config.eval_prompts)
+    problems = held_out_for_cold_start(task, config.eval_prompts)
     best = 0.0
     progress = tqdm(
         range(1, config.steps + 1),
@@ -114,7 +135,7 @@ def _train(
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)
-        first = (step - 1) * config.batch_size
+        first = config.seed * EXAMPLES_PER_SEED + (step - 1) * config.batch_size
         loss = _supervised_step(
             lm, optimizer, task, range(first, first + config.batch_size), config.microbatch
         )

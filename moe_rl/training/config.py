@@ -23,6 +23,7 @@ class RolloutConfig:
     top_p: float = 1.0  # only 1.0: see `check`
     top_k: int = 0  # only 0 (off): see `check`
     refill: int = 0  # dynamic sampling: further batches drawn at most to replace groups without signal
+    microbatch: int | None = None  # responses decoded together; None: all
     overlong_cache: int | None = None  # soft overlong punishment over the last so many tokens; None: off
 
     def check(self) -> None:
@@ -132,7 +133,7 @@ class ColdStartConfig:
     weight_decay: float = 0.01
     eval_every: int = 25  # steps
     eval_prompts: int = 128
-    seed: int = 0  # its own: all seeds of RL start from the same model
+    seed: int = 0  # of the examples; its own, so that all seeds of RL start from the same model
 
     def check(self) -> None:
         if not 0 <= self.target_accuracy <= 1:
@@ -191,15 +192,31 @@ class TrainConfig:
             ("evaluation.every", self.evaluation.every),
             ("evaluation.prompts", self.evaluation.prompts),
             ("cold_start.eval_every", self.cold_start.eval_every),
-            ("optim.microbatch", self.optim.microbatch or (1 if self.optim.microbatch is None else 0)),
+            ("cold_start.eval_prompts", self.cold_start.eval_prompts),
+            ("cold_start.steps", self.cold_start.steps),
+            ("cold_start.batch_size", self.cold_start.batch_size),
+            ("cold_start.microbatch", self.cold_start.microbatch),
+            ("rollout.microbatch", self.rollout.microbatch),
+            ("optim.microbatch", self.optim.microbatch),
+            ("collapse.window", self.collapse.window),
+            ("collapse.patience", self.collapse.patience),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.rollout.prompts % self.optim.minibatches:
             raise ValueError(
                 f"rollout.prompts={self.rollout.prompts} is not a multiple of "
                 f"optim.minibatches={self.optim.minibatches}: mini-batches hold whole groups of equal number"
             )
+        for name, fraction in (
+            ("optim.beta1", self.optim.beta1),
+            ("optim.beta2", self.optim.beta2),
+            ("collapse.fraction", self.collapse.fraction),
+        ):
+            if not 0 <= fraction < 1:
+                raise ValueError(f"{name}={fraction}: expected at least 0 and below 1")
+        if self.optim.warmup_updates < 0 or self.cold_start.warmup_steps < 0:
+            raise ValueError("optim.warmup_updates and cold_start.warmup_steps must be at least 0")
         if not self.optim.lr >= 0 or not self.optim.max_grad_norm > 0:
             raise ValueError(
                 f"optim.lr={self.optim.lr} must be at least 0 and optim.max_grad_norm="

@@ -8,14 +8,28 @@ import torch
 
 from moe_rl.models import LanguageModel
 from moe_rl.tasks import Problem, Task
-from moe_rl.tasks.encode import prompt_ids, response_text
+from moe_rl.tasks.encode import prompt_ids
+from moe_rl.training.grading import grade
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
+
+# Where the cold start's test problems begin in an unlimited test set, far from those of an evaluation.
+COLD_START_FIRST = 1_000_000
 
 
 def held_out(task: Task, prompts: int) -> list[Problem]:
     """The first `prompts` test problems, or all of a smaller test set."""
     return [task.test(i) for i in range(min(prompts, task.test_size or prompts))]
+
+
+def held_out_for_cold_start(task: Task, prompts: int) -> list[Problem]:
+    """Other test problems, so that stopping at a target does not select the accuracy that RL starts from.
+
+    Of a finite test set the last ones, which a small set shares with `held_out`.
+    """
+    if task.test_size is None:
+        return [task.test(COLD_START_FIRST + i) for i in range(prompts)]
+    return [task.test(i) for i in range(max(0, task.test_size - prompts), task.test_size)]
 
 
 def accuracy(
@@ -39,7 +53,6 @@ def accuracy(
             temperature=temperature,
         )
     rewards = [
-        task.reward(problem, response_text(lm.tokenizer, ids))
-        for problem, ids in zip(problems, batch.responses(), strict=True)
+        grade(lm, task, problem, ids) for problem, ids in zip(problems, batch.responses(), strict=True)
     ]
     return torch.tensor(rewards, dtype=torch.float64).mean().item()

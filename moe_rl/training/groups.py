@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from moe_rl.models import LanguageModel
 from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.tasks import Problem, Task
-from moe_rl.tasks.encode import prompt_ids, response_text
+from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import RolloutConfig
+from moe_rl.training.grading import grade
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
 
@@ -25,12 +26,14 @@ PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the tas
 class Groups:
     """G responses to each of P prompts, the rows of a group next to each other, in prompt order.
 
-    `rewards_PG` as the task graded them; `rounds` of sampling it took (1 without dynamic sampling);
-    `trace`, what the sampler's decoding routed, where it was recorded.
+    `rewards_PG` as the task graded them; `trace`, what the sampler's decoding routed, where it was recorded;
+    `rounds` of sampling it took and the mean reward `sampled_reward` of all their responses, also of those
+    that dynamic sampling set aside.
     """
 
     batch: RolloutBatch
     rewards_PG: Tensor
+    sampled_reward: float
     rounds: int = 1
     trace: RoutingTrace | None = None
 
@@ -43,7 +46,7 @@ class Groups:
         """Some of the groups, by index."""
         size = self.rewards_PG.shape[1]
         rows = (groups_P[:, None] * size + torch.arange(size)).flatten()
-        return Groups(self.batch[rows], self.rewards_PG[groups_P], self.rounds)
+        return replace(self, batch=self.batch[rows], rewards_PG=self.rewards_PG[groups_P])
 
 
 def sample_groups(
@@ -54,23 +57,29 @@ def sample_groups(
     `record` keeps the sampler's routing; it does not go with `config.refill`.
 
     Dynamic sampling (DAPO Eq. 11): groups whose rewards are all equal are replaced from up to `config.refill`
-    further batches of fresh prompts; what is still missing then is filled with groups without signal, so
-    that the batch keeps its size.
+    further batches of fresh prompts; what is still missing then is filled with groups without signal, spread
+    evenly, so that the batch keeps its size and every mini-batch its share of signal.
     """
-    kept, idle = [], []
+    drawn: list[Groups] = []
     for round_ in range(1 + config.refill):
         first = seed * PROMPTS_PER_SEED + ((step - 1) * (1 + config.refill) + round_) * config.prompts
         problems = [task.train(first + i) for i in range(config.prompts)]
         with random_stream(seed, "rollout", step, round_):
-            groups = sample_and_grade(lm, task, problems, config, record)
-        if config.refill == 0:
-            return groups
-        kept.append(groups.take(groups.has_signal_P.nonzero().flatten()))
-        idle.append(groups.take((~groups.has_signal_P).nonzero().flatten()))
-        if sum(len(part.rewards_PG) for part in kept) >= config.prompts:
+            drawn.append(sample_and_grade(lm, task, problems, config, record))
+        if sum(int(groups.has_signal_P.sum()) for groups in drawn) >= config.prompts:
             break
-    full = concatenate([*kept, *idle], lm.pad_id, rounds=len(kept))
-    return full.take(torch.arange(config.prompts))
+    if config.refill == 0:
+        return drawn[0]
+    whole = concatenate(drawn, lm.pad_id)
+    kept = whole.has_signal_P.nonzero().flatten()[: config.prompts]
+    idle = (~whole.has_signal_P).nonzero().flatten()[: config.prompts - len(kept)]
+    return whole.take(interleave(kept, idle))
+
+
+def interleave(first: Tensor, second: Tensor) -> Tensor:
+    """Both in their own order, spread evenly over the result."""
+    places = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in (first, second)]
+    return torch.cat([first, second])[torch.cat(places).argsort(stable=True)]
 
 
 def sample_and_grade(
@@ -78,21 +87,36 @@ def sample_and_grade(
 ) -> Groups:
     """G responses to each problem, from torch's current random state, and the task's reward of each."""
     prompts = [ids for p in problems for ids in [prompt_ids(lm.tokenizer, p)] * config.responses]
-    with record_routing(lm.model) if record else nullcontext() as recorder:
-        batch = sample_responses(
-            lm, prompts, max_new_tokens=config.max_new_tokens, temperature=config.temperature
-        )
-    trace = recorder.trace(mask=batch.attention_mask_BT) if recorder is not None else None
-    texts = [response_text(lm.tokenizer, ids) for ids in batch.responses()]
-    rewards = [task.reward(problems[row // config.responses], text) for row, text in enumerate(texts)]
+    width = max(map(len, prompts))
+    size = config.microbatch or len(prompts)
+    parts, traces = [], []
+    for start in range(0, len(prompts), size):
+        with record_routing(lm.model) if record else nullcontext() as recorder:
+            part = sample_responses(
+                lm,
+                prompts[start : start + size],
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                prompt_length=width,
+            )
+        parts.append(part)
+        if recorder is not None:
+            traces.append(recorder.trace(mask=part.attention_mask_BT))
+    batch = RolloutBatch.cat(parts, lm.pad_id)
+    rewards = [
+        grade(lm, task, problems[row // config.responses], ids) for row, ids in enumerate(batch.responses())
+    ]
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).reshape(len(problems), config.responses)
-    return Groups(batch, rewards_PG, trace=trace)
+    length = batch.input_ids_BT.shape[1]
+    trace = RoutingTrace.cat([trace.fit(length) for trace in traces]) if traces else None
+    return Groups(batch, rewards_PG, rewards_PG.mean().item(), trace=trace)
 
 
-def concatenate(parts: Sequence[Groups], pad_id: int, rounds: int) -> Groups:
-    """All groups of the parts, their batches padded to one width."""
-    batch = RolloutBatch.cat([part.batch for part in parts if len(part.batch)], pad_id)
-    return Groups(batch, torch.cat([part.rewards_PG for part in parts]), rounds)
+def concatenate(parts: Sequence[Groups], pad_id: int) -> Groups:
+    """All groups of equally large parts, their batches padded to one width."""
+    batch = RolloutBatch.cat([part.batch for part in parts], pad_id)
+    rewards_PG = torch.cat([part.rewards_PG for part in parts])
+    return Groups(batch, rewards_PG, rewards_PG.mean().item(), rounds=len(parts))
 
 
 def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, cache: int) -> Tensor:

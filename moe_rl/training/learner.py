@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
 from moe_rl.objectives import Objective
+from moe_rl.objectives.preference import DPO, Contrastive
 from moe_rl.routing.routers import has_routers
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.passes import OldPolicy
@@ -40,12 +41,42 @@ class Learner:
     optimizer: torch.optim.AdamW
 
 
+def check_together(objective: Objective, config: TrainConfig) -> None:
+    """Raise `ValueError` for an objective whose comparisons would cross prompts, or that corrects twice."""
+    unit = 1
+    if isinstance(objective, DPO):
+        unit = 2
+        if config.rollout.responses % 2:
+            raise ValueError(
+                f"rollout.responses={config.rollout.responses}: dpo pairs neighbouring responses of a "
+                "prompt, so their number must be even"
+            )
+    if isinstance(objective, Contrastive):
+        unit = objective.group_size
+        if unit != config.rollout.responses:
+            raise ValueError(
+                f"objective.group_size={unit} and rollout.responses={config.rollout.responses}: contrastive "
+                "compares the responses of a prompt, so they must be equal"
+            )
+    if config.optim.microbatch is not None and config.optim.microbatch % unit:
+        raise ValueError(
+            f"optim.microbatch={config.optim.microbatch}: {type(objective).__name__} compares {unit} "
+            "neighbouring responses, so a micro-batch must hold a multiple of them"
+        )
+    if config.mismatch.correction is not None and "sampler_logp_BT" in objective.needs:
+        raise ValueError(
+            f"mismatch.correction={config.mismatch.correction}: {type(objective).__name__} weighs by π/μ "
+            "already, the correction would count the mismatch twice"
+        )
+
+
 def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainConfig) -> Learner:
     """Call before a checkpoint is restored: the reference is the policy as it is now.
 
     Raises `ValueError` where objective, replay and model do not go together.
     """
     moe = has_routers(policy)
+    check_together(objective, config)
     needs = needed_tensors(objective)
     if config.replay.source is not None and not moe:
         raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")

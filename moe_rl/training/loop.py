@@ -107,14 +107,14 @@ def train(
             with clock("update"):
                 update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
-            if not update.finite:
-                break
-            if old.trace is not None and routing is not None:
+            if update.finite and old.trace is not None and routing is not None:
                 with clock("drift"):
                     last, routing = routing, native_routing(policy, batch, plan).where(on_response)
                     update.since_old = expert_change(old.trace.where(on_response), routing)
                     update.since_last = expert_change(last.where(on_response), routing)
             store.log("updates", {"step": step, "update": len(updates)} | update.metrics())
+            if not update.finite:
+                break
 
         # The objective's metrics over all updates of the step in one call, so that they reduce exactly.
         seen = slice(0, sum(len(update.logp_BT) for update in updates))
@@ -138,6 +138,7 @@ def train(
         progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
         if not updates[-1].finite:
             store.event("stopped", step=step, reason="loss or gradient norm is not finite")
+            evaluate(lm, task, config, store, step)  # of the last good policy
             return
 
         end = step == config.steps

@@ -41,9 +41,9 @@ class PhaseClock:
 
 
 def reward_metrics(groups: Groups) -> dict[str, float]:
-    """Mean, standard deviation over responses, the share of groups whose rewards are all equal, rounds."""
+    """Mean over all sampled responses; of the batch, the spread and the share of groups without signal."""
     return {
-        "reward/mean": groups.rewards_PG.mean().item(),
+        "reward/mean": groups.sampled_reward,
         "reward/std": groups.rewards_PG.std(correction=0).item(),
         "reward/zero_std_groups": 1.0 - groups.has_signal_P.float().mean().item(),
         "rollout/rounds": float(groups.rounds),

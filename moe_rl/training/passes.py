@@ -69,11 +69,15 @@ def old_policy_pass(
     replay: ReplayConfig,
     rollout_trace: RoutingTrace | None = None,
 ) -> OldPolicy:
-    """Log-probabilities, entropy and native routing of the policy that sampled, by the training forward.
+    """π_old before the updates, by the training forward: what it scores, and its native routing.
 
-    Under R3 the log-probabilities are on the sampler's experts, as those of the updates will be.
+    Under R3 log-probabilities, values and router scores are on the sampler's experts, as those of the updates
+    will be; `trace` and entropy stay native.
     """
-    scores, traces, gate_weights, router_logps = [], [], [], []
+    forced = None
+    if replay.source == "rollout" and rollout_trace is not None:
+        forced = rollout_trace.where(batch.routing_rows_BT) if replay.variant == "response" else rollout_trace
+    native, scores, traces, gate_weights, router_logps = [], [], [], [], []
     keep_weights = replay.variant == "old_weights"
     for rows in flat(plan):
         with record_routing(policy, weights=keep_weights) if moe else nullcontext() as recorder:
@@ -85,22 +89,25 @@ def old_policy_pass(
                 value_head=value_head,
                 router_logits=router_scores,
             )
-        scores.append(part)
+        native.append(part)
         if recorder is not None:
             traces.append(recorder.trace())
             if keep_weights:
                 gate_weights.append(recorder.weights())
-            if part.router_logits is not None:
-                router_logps.append(router_logp(part.router_logits, traces[-1]))
-    logp_BT = joined([part.logp_BT for part in scores])
-    entropy_BT = joined([part.entropy_BT for part in scores])
-    assert logp_BT is not None and entropy_BT is not None
+        if forced is not None:
+            with replay_routing(policy, forced[rows], variant=variant_of(replay, None)):
+                part = score(
+                    policy, batch[rows], temperature, value_head=value_head, router_logits=router_scores
+                )
+        scores.append(part)
+        if part.router_logits is not None:
+            router_logps.append(router_logp(part.router_logits, traces[-1]))
     trace = RoutingTrace.cat(traces) if traces else None
-    forced = {None: None, "old_policy": trace, "rollout": rollout_trace}[replay.source]
-    if forced is not None and replay.variant == "response":
-        forced = forced.where(batch.routing_rows_BT)
-    if forced is not None and replay.source == "rollout":
-        logp_BT = replayed_logp(policy, batch, plan, temperature, forced, replay)
+    if replay.source == "old_policy" and trace is not None:
+        forced = trace.where(batch.routing_rows_BT) if replay.variant == "response" else trace
+    logp_BT = joined([part.logp_BT for part in scores])
+    entropy_BT = joined([part.entropy_BT for part in native])
+    assert logp_BT is not None and entropy_BT is not None
     return OldPolicy(
         logp_BT,
         entropy_BT,
@@ -110,22 +117,6 @@ def old_policy_pass(
         values_BT=joined([part.values_BT for part in scores]),
         router_logp_BTLK=joined(router_logps),
     )
-
-
-def replayed_logp(
-    policy: PreTrainedModel,
-    batch: RolloutBatch,
-    plan: Plan,
-    temperature: float,
-    trace: RoutingTrace,
-    replay: ReplayConfig,
-) -> Tensor:
-    """log π of the sampled tokens on a trace's experts, [B, T], nats."""
-    parts = []
-    for rows in flat(plan):
-        with replay_routing(policy, trace[rows], variant=variant_of(replay, None)):
-            parts.append(score(policy, batch[rows], temperature).logp_BT)
-    return torch.cat(parts)
 
 
 def variant_of(config: ReplayConfig, gate_weights_BTLK: Tensor | None) -> Threshold | OldWeights | None:

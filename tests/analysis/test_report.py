@@ -96,7 +96,7 @@ def test_failed_and_unfinished_runs_are_listed_and_text_is_escaped(
     assert "unfinished 7 of 20 none by step 7" in page.text
     assert "failed 3 of 20" in page.text
     assert "grpo, seed 2 failed: ValueError: <script>alert('no')</script>" in page.text
-    assert "where a run that is not done ends" in page.text
+    assert "where a run ends short of its last step" in page.text
 
 
 def test_runs_without_any_step_still_make_a_page(make_run: Callable[..., Run], tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_arm_rows_summarise_seeds_and_compare_clip_fractions(make_run: Callable[
     runs += [make_run(f"gspo{s}", arm="gspo", seed=s, rewards=(0.9,) * 20, clip=0.3) for s in (0, 1)]
     (comparison,) = compare(runs)
     grpo, gspo = (row for _, row in arm_table(run_table(comparison)).iterrows())
-    assert (grpo["arm"], grpo["seeds"], grpo["not_done"]) == ("grpo", 2, 0)
+    assert (grpo["arm"], grpo["seeds"], grpo["short"]) == ("grpo", 2, 0)
     assert grpo["final_reward"] == pytest.approx(0.3)
     assert (grpo["final_reward_low"], grpo["final_reward_high"]) == (pytest.approx(0.2), pytest.approx(0.4))
     assert grpo["interval"] == "min–max of the seeds"
@@ -69,7 +69,7 @@ def test_collapses_of_an_arm_are_named_by_seed(make_run: Callable[..., Run]) -> 
     ]
     (comparison,) = compare(runs)
     (row,) = arm_table(run_table(comparison)).to_dict("records")
-    assert row["not_done"] == 1
+    assert row["short"] == 2  # "a" is done, and stopped at step 5 of 20
     assert row["collapse"] == (
         "1 of 3: seed 0 at step 5 (reward); the others none by step 15 and 20; 1 never earned reward"
     )

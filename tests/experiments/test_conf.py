@@ -49,6 +49,17 @@ def test_the_defaults_are_the_papers():
     assert composed().optim.minibatches == 4
 
 
+def test_advantages_follow_the_objectives_paper():
+    assert composed("objective=dr_grpo").advantages == composed("objective=minirl").advantages == "mean"
+    assert composed("objective=gspo").advantages == "paper"
+    assert composed("objective=dr_grpo", "advantages=trl").advantages == "trl"
+
+
+def test_a_checkpoint_starts_as_it_is():
+    assert composed("model=checkpoint", "model.path=x").cold_start.enabled is False
+    assert composed("model=checkpoint", "model.path=x", "cold_start.enabled=true").cold_start.enabled is True
+
+
 def test_arms():
     names = [arm_name("grpo", source) for source in (None, "old_policy", "rollout")]
     assert names == ["grpo", "grpo+replay", "grpo+rollout_replay"]

@@ -3,9 +3,16 @@ import json
 import pytest
 import torch
 
+from moe_rl.tasks import get_task
 from moe_rl.tasks.encode import answer_ids, prompt_ids
 from moe_rl.training.checkpoint import model_tensors
-from moe_rl.training.cold_start import ColdStartError, cold_start, schedule, supervised_loss
+from moe_rl.training.cold_start import (
+    ColdStartError,
+    cold_start,
+    content_digest,
+    schedule,
+    supervised_loss,
+)
 from moe_rl.training.config import ColdStartConfig
 
 
@@ -48,6 +55,16 @@ def test_it_is_computed_once_and_found_again(lm, task, tmp_path):
     assert all(torch.equal(trained[name], tensor) for name, tensor in model_tensors(lm.model).items())
     other = warm(lm, task, tmp_path, seed=1)
     assert other.path != first.path
+    assert not all(torch.equal(trained[name], tensor) for name, tensor in model_tensors(lm.model).items())
+
+
+def test_the_digest_follows_the_content(lm, task):
+    digest = content_digest(lm, task)
+    assert content_digest(lm, task) == digest
+    assert content_digest(lm, get_task("sort", min_length=3, max_length=6)) != digest
+    with torch.no_grad():
+        next(lm.model.parameters())[0, 0] += 1
+    assert content_digest(lm, task) != digest
 
 
 def test_a_missed_target_is_said_and_not_cached(lm, task, tmp_path):

@@ -1,6 +1,13 @@
 import pytest
 
-from moe_rl.training.config import ColdStartConfig, OptimConfig, ReplayConfig, RolloutConfig, TrainConfig
+from moe_rl.training.config import (
+    ColdStartConfig,
+    CollapseConfig,
+    OptimConfig,
+    ReplayConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +25,10 @@ from moe_rl.training.config import ColdStartConfig, OptimConfig, ReplayConfig, R
         (TrainConfig(replay=ReplayConfig("old_policy", "threshold")), "min_ratio goes with"),
         (TrainConfig(replay=ReplayConfig("rollout", "old_weights")), "replay.source=old_policy"),
         (TrainConfig(cold_start=ColdStartConfig(target_accuracy=35)), "target_accuracy=35.*fraction"),
+        (TrainConfig(cold_start=ColdStartConfig(microbatch=-1)), "cold_start.microbatch=-1"),
+        (TrainConfig(collapse=CollapseConfig(window=0)), "collapse.window=0"),
+        (TrainConfig(optim=OptimConfig(beta1=1.0)), "optim.beta1=1.0"),
+        (TrainConfig(optim=OptimConfig(warmup_updates=-5)), "warmup_updates"),
         (TrainConfig(steps=0), "steps=0.*at least 1"),
     ],
 )

@@ -3,8 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_rl.routing import expert_change, record_routing
 from moe_rl.training.config import RolloutConfig
-from moe_rl.training.groups import concatenate, overlong_penalty, sample_groups
+from moe_rl.training.grading import grade
+from moe_rl.training.groups import concatenate, interleave, overlong_penalty, sample_groups
+from moe_rl.training.policy import score
+from moe_rl.training.rollout import require_fit
 
 CONFIG = RolloutConfig(prompts=6, responses=3, max_new_tokens=5)
 
@@ -40,6 +44,7 @@ def test_refill_replaces_groups_without_signal(lm, task):
     assert full.rewards_PG.shape == (6, 3)
     kept = plain.rewards_PG[plain.has_signal_P]
     assert torch.equal(full.rewards_PG[: len(kept)], kept)
+    assert full.sampled_reward != pytest.approx(full.rewards_PG.mean().item()), "the mean is of all sampled"
     assert reward.asked[:6] == list(range(6))
 
 
@@ -58,9 +63,43 @@ def test_joined_batches_keep_every_response(lm, task):
     parts = [
         sample_groups(lm, LongReward(task), replace(CONFIG, max_new_tokens=n), seed=n, step=1) for n in (2, 5)
     ]
-    both = concatenate(parts, lm.pad_id, rounds=2)
+    both = concatenate(parts, lm.pad_id)
     assert both.batch.responses() == parts[0].batch.responses() + parts[1].batch.responses()
     for name in ("attention_mask_BT", "response_mask_BT", "sampler_logp_BT"):
         whole = getattr(both.batch, name)
         assert whole.sum() == pytest.approx(sum(getattr(p.batch, name).sum().item() for p in parts), rel=1e-6)
     assert torch.equal(both.rewards_PG, torch.cat([p.rewards_PG for p in parts]))
+
+
+def test_groups_without_signal_are_spread_over_the_batch():
+    order = interleave(torch.tensor([0, 2, 5]), torch.tensor([1, 3, 4, 6, 7, 8]))
+    assert order.tolist() == [1, 0, 3, 4, 2, 6, 7, 5, 8]
+    assert interleave(torch.tensor([3]), torch.tensor([], dtype=torch.long)).tolist() == [3]
+
+
+def test_sampling_in_slices_pads_to_one_width(lm, task):
+    whole = sample_groups(lm, LongReward(task), CONFIG, seed=0, step=1)
+    sliced = sample_groups(lm, LongReward(task), replace(CONFIG, microbatch=4), seed=0, step=1, record=True)
+    prompt = slice(0, whole.batch.prompt_length)
+    assert torch.equal(whole.batch.input_ids_BT[:, prompt], sliced.batch.input_ids_BT[:, prompt])
+    scores = score(lm.model, sliced.batch, 1.0)
+    mask = sliced.batch.response_mask_BT > 0
+    assert torch.allclose(scores.logp_BT[mask], sliced.batch.sampler_logp_BT[mask], atol=2e-5)
+    with torch.no_grad(), record_routing(lm.model) as recorder:
+        score(lm.model, sliced.batch, 1.0)
+    last = sliced.batch.attention_mask_BT.sum(-1) > 0
+    assert last.all()
+    assert expert_change(sliced.trace, recorder.trace()).experts == 0.0
+
+
+def test_an_id_beyond_the_tokenizer_earns_nothing(lm, task):
+    problem = task.train(0)
+    right = lm.tokenizer(problem.answer)["input_ids"]
+    assert grade(lm, task, problem, [*right, 1]) == 1.0
+    assert grade(lm, task, problem, [*right, len(lm.tokenizer), 1]) == 0.0
+
+
+def test_a_prompt_that_does_not_fit_is_refused(lm):
+    with pytest.raises(ValueError, match=r"prompt 1 of a batch has 126 tokens.*max_position_embeddings=128"):
+        require_fit(lm, [[3], [3] * 126], max_new_tokens=3)
+    require_fit(lm, [[3] * 125], max_new_tokens=3)

@@ -7,44 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.models import LanguageModel
-from moe_rl.objectives import get_objective
 from moe_rl.routing import record_routing
-from moe_rl.store import Run, RunStore
-from moe_rl.training.config import EvaluationConfig, OptimConfig, ReplayConfig, RolloutConfig, TrainConfig
-from moe_rl.training.loop import train
+from moe_rl.store import Run
+from moe_rl.training.config import OptimConfig, ReplayConfig
 
 STEPS = 4
-
-
-def config(**changes) -> TrainConfig:
-    base = TrainConfig(
-        steps=STEPS,
-        checkpoint_every=2,
-        rollout=RolloutConfig(prompts=4, responses=4, max_new_tokens=6),
-        optim=OptimConfig(lr=3e-3, minibatches=2, warmup_updates=1),
-        evaluation=EvaluationConfig(every=2, prompts=8),
-    )
-    return replace(base, **changes)
-
-
-class DigitReward:
-    """Rewards the share of 1s in a response, so that an untrained model earns some, unevenly."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, text):
-        return text.count("1") / max(1, len(text))
-
-
-def run(path, lm, task, config, objective="grpo", **options):
-    with RunStore.open(path, {"seed": config.seed}) as store:
-        train(lm, DigitReward(task), get_objective(objective, **options), config, store)
-    return Run(path)
 
 
 def untimed(run: Run):
@@ -57,21 +24,9 @@ def untimed(run: Run):
     return {stream: list(lines(stream)) for stream in ("steps", "updates", "evals")}
 
 
-@pytest.fixture
-def fresh(lm, task):
-    """Copies of one small model, so that runs start alike."""
-    state = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}
-
-    def make() -> LanguageModel:
-        lm.model.load_state_dict(state)
-        return lm
-
-    return make
-
-
 @pytest.mark.parametrize("source", [None, "old_policy", "rollout"])
-def test_the_first_ratio_of_a_step_is_exactly_one(tmp_path, fresh, task, source):
-    result = run(tmp_path / "run", fresh(), task, config(replay=ReplayConfig(source)))
+def test_the_first_ratio_of_a_step_is_exactly_one(tmp_path, fresh, source, run, config):
+    result = run(tmp_path / "run", fresh(), config(replay=ReplayConfig(source)))
     first = result.updates().query("update == 1")
     assert len(first) == STEPS
     for name in ("ratio/token_mean", "ratio/token_min", "ratio/token_max", "ratio/sequence_max"):
@@ -81,16 +36,14 @@ def test_the_first_ratio_of_a_step_is_exactly_one(tmp_path, fresh, task, source)
     assert (later["ratio/token_std"] > 0).all()
 
 
-def test_drift_is_exactly_zero_without_an_update(tmp_path, fresh, task):
-    result = run(
-        tmp_path / "run", fresh(), task, config(optim=OptimConfig(lr=0.0, minibatches=2, microbatch=3))
-    )
+def test_drift_is_exactly_zero_without_an_update(tmp_path, fresh, run, config):
+    result = run(tmp_path / "run", fresh(), config(optim=OptimConfig(lr=0.0, minibatches=2, microbatch=3)))
     for name in ("drift/old", "drift/step", "drift/first", "drift/old_sets", "drift/old_tokens", "kl/k3"):
         assert result.steps()[name].tolist() == [0.0] * STEPS
-    assert run(tmp_path / "moved", fresh(), task, config()).steps()["drift/old"].min() > 0
+    assert run(tmp_path / "moved", fresh(), config()).steps()["drift/old"].min() > 0
 
 
-def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, task, monkeypatch):
+def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, monkeypatch, run, config):
     """The logged number against one computed by hand from two plain recorded forwards."""
     from moe_rl.training import groups, loop
 
@@ -112,7 +65,7 @@ def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, task, monk
     monkeypatch.setattr(groups, "sample_responses", spy)
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: None)
     lm = fresh()
-    result = run(tmp_path / "run", lm, task, config(steps=1, replay=ReplayConfig("old_policy")))
+    result = run(tmp_path / "run", lm, config(steps=1, replay=ReplayConfig("old_policy")))
     batch = batches[0]
     with torch.no_grad(), record_routing(lm.model) as recorder:
         lm.model(
@@ -141,9 +94,9 @@ def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, task, monk
     )
 
 
-def test_a_replay_update_uses_the_old_experts_and_says_what_it_overrode(tmp_path, fresh, task):
-    native = run(tmp_path / "native", fresh(), task, config())
-    replayed = run(tmp_path / "replayed", fresh(), task, config(replay=ReplayConfig("old_policy")))
+def test_a_replay_update_uses_the_old_experts_and_says_what_it_overrode(tmp_path, fresh, run, config):
+    native = run(tmp_path / "native", fresh(), config())
+    replayed = run(tmp_path / "replayed", fresh(), config(replay=ReplayConfig("old_policy")))
     first, second = replayed.updates().query("step == 1")["replay/overridden"]
     assert first == 0.0  # the router still agrees with π_old
     # the second update's forward overrode what had drifted after the first, on its own half of the rows
@@ -154,7 +107,7 @@ def test_a_replay_update_uses_the_old_experts_and_says_what_it_overrode(tmp_path
     assert native.updates()["ratio/token_std"][1] != replayed.updates()["ratio/token_std"][1]
 
 
-def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, task, monkeypatch):
+def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, monkeypatch, run, config):
     from moe_rl.training import groups, update
 
     recorded, forced = [], []
@@ -175,7 +128,7 @@ def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, task, monke
 
     monkeypatch.setattr(groups, "sample_and_grade", sampled)
     monkeypatch.setattr(update, "replay_routing", replayed)
-    result = run(tmp_path / "run", fresh(), task, config(steps=1, replay=ReplayConfig("rollout")))
+    result = run(tmp_path / "run", fresh(), config(steps=1, replay=ReplayConfig("rollout")))
     assert torch.equal(torch.cat([trace.experts for trace in forced]), recorded[0].experts)
     # old and new log-probabilities are on the same experts, so the first ratio is 1 whatever the sampler did
     assert result.updates()["ratio/token_std"][0] == 0.0
@@ -183,10 +136,10 @@ def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, task, monke
     assert 0.01 < result.steps()["mismatch/experts"][0] < 0.3
 
 
-def test_rollout_replay_of_the_same_weights_is_old_policy_replay(tmp_path, fresh, task):
+def test_rollout_replay_of_the_same_weights_is_old_policy_replay(tmp_path, fresh, run, config):
     """In float32 cached decoding chooses the experts of the full forward, so R2 and R3 coincide."""
-    r2 = run(tmp_path / "r2", fresh(), task, config(replay=ReplayConfig("old_policy")))
-    r3 = run(tmp_path / "r3", fresh(), task, config(replay=ReplayConfig("rollout")))
+    r2 = run(tmp_path / "r2", fresh(), config(replay=ReplayConfig("old_policy")))
+    r3 = run(tmp_path / "r3", fresh(), config(replay=ReplayConfig("rollout")))
     assert r3.steps()["mismatch/experts"].tolist() == [0.0] * STEPS
     assert r3.steps()["loss"].tolist() == pytest.approx(r2.steps()["loss"].tolist(), abs=1e-6)
 
@@ -195,10 +148,10 @@ def test_rollout_replay_of_the_same_weights_is_old_policy_replay(tmp_path, fresh
     ("variant", "min_ratio"),
     [("response", None), ("threshold", 0.9), ("threshold", 1e-6), ("old_weights", None)],
 )
-def test_replay_variants_in_the_loop(tmp_path, fresh, task, variant, min_ratio):
-    full = run(tmp_path / "full", fresh(), task, config(replay=ReplayConfig("old_policy"))).updates()
+def test_replay_variants_in_the_loop(tmp_path, fresh, variant, min_ratio, run, config):
+    full = run(tmp_path / "full", fresh(), config(replay=ReplayConfig("old_policy"))).updates()
     options = ReplayConfig("old_policy", variant, min_ratio)
-    other = run(tmp_path / "other", fresh(), task, config(replay=options)).updates()
+    other = run(tmp_path / "other", fresh(), config(replay=options)).updates()
     assert other["ratio/token_std"][0] == 0.0, "with weights unchanged every variant is the plain forward"
     assert full["replay/replaced"].tolist() == [0.0] * len(full)
     if min_ratio == 0.9:
@@ -211,47 +164,47 @@ def test_replay_variants_in_the_loop(tmp_path, fresh, task, variant, min_ratio):
         assert other["loss"].tolist() != full["loss"].tolist()
 
 
-def test_old_weights_leave_the_router_without_gradient(tmp_path, fresh, task):
+def test_old_weights_leave_the_router_without_gradient(tmp_path, fresh, run, config):
     lm = fresh()
     before = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}
-    run(tmp_path / "run", lm, task, config(steps=1, replay=ReplayConfig("old_policy", "old_weights")))
+    run(tmp_path / "run", lm, config(steps=1, replay=ReplayConfig("old_policy", "old_weights")))
     after = lm.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and not any(name.endswith("mlp.gate.weight") for name in changed)
 
 
-def test_arms_share_prompts_and_samples(tmp_path, fresh, task):
+def test_arms_share_prompts_and_samples(tmp_path, fresh, run, config):
     """Before its first update every arm has seen the same: same prompts, same sampled responses."""
     runs = [
-        run(tmp_path / "a", fresh(), task, config()),
-        run(tmp_path / "b", fresh(), task, config(replay=ReplayConfig("old_policy"))),
-        run(tmp_path / "c", fresh(), task, config(), objective="gspo"),
+        run(tmp_path / "a", fresh(), config()),
+        run(tmp_path / "b", fresh(), config(replay=ReplayConfig("old_policy"))),
+        run(tmp_path / "c", fresh(), config(), objective="gspo"),
     ]
     for name in ("reward/mean", "response/length", "entropy", "load/max_violation", "mismatch/kl_k3"):
         assert len({r.steps()[name][0] for r in runs}) == 1
     assert len({r.evals()["eval/sampled"][0] for r in runs}) == 1
     assert len({r.steps()["loss"][1] for r in runs}) == 3
-    other = run(tmp_path / "d", fresh(), task, config(seed=1))
+    other = run(tmp_path / "d", fresh(), config(seed=1))
     assert other.steps()["reward/mean"][0] != runs[0].steps()["reward/mean"][0]
 
 
-def test_microbatches_do_not_change_the_update(tmp_path, fresh, task):
-    whole = run(tmp_path / "whole", fresh(), task, config(steps=1)).updates()
+def test_microbatches_do_not_change_the_update(tmp_path, fresh, run, config):
+    whole = run(tmp_path / "whole", fresh(), config(steps=1)).updates()
     optim = replace(config().optim, microbatch=3)
-    parts = run(tmp_path / "parts", fresh(), task, config(steps=1, optim=optim)).updates()
+    parts = run(tmp_path / "parts", fresh(), config(steps=1, optim=optim)).updates()
     for name in ("loss", "grad_norm", "kl/k3", "clip_frac/token", "ratio/token_std"):
         assert parts[name].tolist() == pytest.approx(whole[name].tolist(), rel=2e-3, abs=1e-6)
 
 
-def test_learning_rate_warms_up_over_gradient_updates(tmp_path, fresh, task):
+def test_learning_rate_warms_up_over_gradient_updates(tmp_path, fresh, run, config):
     result = run(
-        tmp_path / "run", fresh(), task, config(optim=OptimConfig(lr=1e-3, minibatches=2, warmup_updates=4))
+        tmp_path / "run", fresh(), config(optim=OptimConfig(lr=1e-3, minibatches=2, warmup_updates=4))
     )
     assert result.updates()["lr"].tolist() == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3] + [1e-3] * 5)
 
 
-def test_kill_and_resume_equals_uninterrupted(tmp_path, fresh, task, monkeypatch):
-    whole = run(tmp_path / "whole", fresh(), task, config())
+def test_kill_and_resume_equals_uninterrupted(tmp_path, fresh, monkeypatch, run, config):
+    whole = run(tmp_path / "whole", fresh(), config())
     from moe_rl.training import loop
 
     count = 0
@@ -267,9 +220,9 @@ def test_kill_and_resume_equals_uninterrupted(tmp_path, fresh, task, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(loop, "gradient_update", dies)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "cut", fresh(), task, config())
+            run(tmp_path / "cut", fresh(), config())
     assert len(Run(tmp_path / "cut").updates()) == 5
-    resumed = run(tmp_path / "cut", fresh(), task, config())
+    resumed = run(tmp_path / "cut", fresh(), config())
     assert untimed(resumed) == untimed(whole)
     events = [
         json.loads(line)["event"] for line in (tmp_path / "cut" / "events.jsonl").read_text().splitlines()
@@ -277,21 +230,23 @@ def test_kill_and_resume_equals_uninterrupted(tmp_path, fresh, task, monkeypatch
     assert "resumed" in events
 
 
-def test_same_seed_same_numbers(tmp_path, fresh, task):
-    first = run(tmp_path / "a", fresh(), task, config(steps=2))
-    second = run(tmp_path / "b", fresh(), task, config(steps=2))
+def test_same_seed_same_numbers(tmp_path, fresh, run, config):
+    first = run(tmp_path / "a", fresh(), config(steps=2))
+    second = run(tmp_path / "b", fresh(), config(steps=2))
     assert untimed(first) == untimed(second)
 
 
-def test_a_dense_model_trains_without_routing(tmp_path, dense_lm, task):
-    steps = run(tmp_path / "run", dense_lm, task, config(steps=1)).steps()
+def test_a_dense_model_trains_without_routing(tmp_path, dense_lm, run, config):
+    steps = run(tmp_path / "run", dense_lm, config(steps=1)).steps()
     assert not [name for name in steps if name.startswith(("drift", "load", "replay"))]
     assert math.isfinite(steps["loss"][0])
     with pytest.raises(ValueError, match="no MoE layers"):
-        run(tmp_path / "replay", dense_lm, task, config(replay=ReplayConfig("old_policy")))
+        run(tmp_path / "replay", dense_lm, config(replay=ReplayConfig("old_policy")))
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_is_not_applied(tmp_path, fresh, task, monkeypatch):
+def test_a_gradient_that_is_not_finite_stops_the_run_and_is_not_applied(
+    tmp_path, fresh, monkeypatch, run, config
+):
     lm = fresh()
     from moe_rl.training import update
 
@@ -300,7 +255,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_not_applied(tmp_path
         update.torch.nn.utils, "clip_grad_norm_", lambda *a, **k: clip(*a, **k) * float("nan")
     )
     before = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}
-    result = run(tmp_path / "run", lm, task, config())
+    result = run(tmp_path / "run", lm, config())
     assert len(result.steps()) == 1
     assert math.isnan(result.steps()["grad_norm"][0])
     assert all(torch.equal(before[name], tensor) for name, tensor in lm.model.state_dict().items())
@@ -315,8 +270,8 @@ def glossary():
         yield from (stem + choice for choice in choices.rstrip("}").split(","))
 
 
-def test_every_logged_metric_is_in_a_glossary(tmp_path, fresh, task):
-    result = run(tmp_path / "run", fresh(), task, config(steps=1, replay=ReplayConfig("old_policy")))
+def test_every_logged_metric_is_in_a_glossary(tmp_path, fresh, run, config):
+    result = run(tmp_path / "run", fresh(), config(steps=1, replay=ReplayConfig("old_policy")))
     known = set(glossary())
     assert len(known) > 30
     logged = {name for frame in (result.steps(), result.updates(), result.evals()) for name in frame}
