@@ -116,6 +116,8 @@ def _problem(line: bytes, where: str) -> Problem:
         value = record.get(key)
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f'{where}: expected "{key}" as a non-blank string, got {value!r}')
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f'{where}: "{key}" holds half a surrogate pair, which is no text: {value!r}')
     metadata = {key: value for key, value in record.items() if key not in ("prompt", "answer")}
     return Problem(record["prompt"], record["answer"], metadata)
 

@@ -43,6 +43,7 @@ def test_reads_prompt_answer_and_metadata_in_any_script(tmp_path):
         (b"[1, 2]", 'expected an object {"prompt": ..., "answer": ...}, got b\'[1, 2]\''),
         (b'{"prompt": "a"}', 'expected "answer" as a non-blank string, got None'),
         (b'{"prompt": "a", "answer": 3}', 'expected "answer" as a non-blank string, got 3'),
+        (b'{"prompt": "\\ud800", "answer": "3"}', '"prompt" holds half a surrogate pair'),
         (b'{"prompt": " ", "answer": "3"}', "expected \"prompt\" as a non-blank string, got ' '"),
     ],
 )
