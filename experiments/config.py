@@ -42,10 +42,13 @@ def advantages_of(objective: str) -> str:
     return "mean" if objective in ("dr_grpo", "minirl") else "paper"
 
 
+EXECUTION_ONLY = ("hydra", "output", "checkpoint_every")
+
+
 def run_config(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved config without what does not change a result (Hydra's own node, the output folder)."""
+    """The resolved config without what does not change a result."""
     plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
-        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ("hydra", "output")]), resolve=True
+        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in EXECUTION_ONLY]), resolve=True
     )
     return plain
 
@@ -59,7 +62,12 @@ def run_id(_root_: DictConfig) -> str:
 
 def build_task(cfg: DictConfig) -> Task:
     options: dict[str, Any] = OmegaConf.to_container(cfg.task, resolve=True)  # type: ignore[assignment]
-    return get_task(options.pop("name"), **options)
+    try:
+        return get_task(options.pop("name"), **options)
+    except FileNotFoundError as error:
+        raise ValueError(f"task.path: no such file: {error.filename or error}") from error
+    except ValueError as error:
+        raise ValueError(f"task: {error}") from error
 
 
 def build_objective(cfg: DictConfig) -> Objective:

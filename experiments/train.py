@@ -8,8 +8,10 @@ A run directory that is done is left alone; an unfinished or failed one continue
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import hydra
@@ -18,19 +20,25 @@ import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import Config, build_objective, build_task, register, run_config, train_config
 from moe_rl.analysis.collapse import detect_collapse
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
-from moe_rl.store import Run, RunStore, StoreError
+from moe_rl.store import Run, RunStore, StoreError, environment
 from moe_rl.tasks import Task
-from moe_rl.training.cold_start import ColdStartError, cold_start, content_digest
-from moe_rl.training.learner import check_together
+from moe_rl.training.border import (
+    check_together,
+    content_digest,
+    require_encodable,
+    require_same_content,
+)
+from moe_rl.training.cold_start import ColdStartError, cold_start
 from moe_rl.training.loop import train
 
 # What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
-USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError)
+USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError, OmegaConfBaseException)
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 register()
 
@@ -48,7 +56,9 @@ def main(cfg: DictConfig) -> None:
         print(f"\n{shown}: stopped; the same command continues it", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        print(f"{shown}: failed: {error}", file=sys.stderr)
+        print(f"{shown}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        if not (path / "config.yaml").exists():
+            remove_empty(path)  # refused before it began
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # Hydra runs the other jobs, then exits with 1
         if isinstance(error, USER_ERRORS):
@@ -62,6 +72,13 @@ def main(cfg: DictConfig) -> None:
     )
 
 
+def remove_empty(path: Path) -> None:
+    """Take away the directory that Hydra made for a run, and its parent, where nothing is in them."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
+        path.parent.rmdir()
+
+
 def run(cfg: DictConfig, path: Path) -> None:
     """One run from config to DONE; what goes wrong after the config check leaves FAILED."""
     config = train_config(cfg)
@@ -71,8 +88,9 @@ def run(cfg: DictConfig, path: Path) -> None:
     transformers.logging.set_verbosity_error()  # its advice is for callers of generate(); ours is fixed
     transformers.logging.disable_progress_bar()
     bar = terminal_line()
-    with RunStore.open(path, run_config(cfg)) as store:
+    with RunStore.open(path, run_config(cfg), environment() | {"command": command()}) as store:
         lm = load_model(config.model, task.default_tokenizer, config.device)
+        require_encodable(lm, task)
         content = content_digest(lm, task)
         require_same_content(path, content)
         warm = start(lm, task, config, cfg, content, bar)
@@ -80,6 +98,11 @@ def run(cfg: DictConfig, path: Path) -> None:
         train(lm, task, objective, config, store, title=title, bar=bar)
         lm.save(path / "final")
         store.finish(summary(path, lm, config) | warm)
+
+
+def command() -> list[str]:
+    """What starts this run alone: a sweep's worker process was started by its launcher."""
+    return ["python", "-m", "experiments.train", *HydraConfig.get().overrides.task]
 
 
 def terminal_line() -> int:
@@ -93,19 +116,7 @@ def terminal_line() -> int:
 
 def versions() -> dict[str, str]:
     """The libraries that decide what the same weights and tokens give."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def require_same_content(path: Path, content: str) -> None:
-    """Raise `StoreError` when a run is continued on other weights, tokenizer or problems than it began on."""
-    file = path / "content.txt"
-    if not file.exists():
-        file.write_text(content + "\n", encoding="utf-8")
-    elif file.read_text(encoding="utf-8").strip() != content:
-        raise StoreError(
-            f"{path} began with other weights, another tokenizer or other problems under the same "
-            "configuration (a checkpoint or data file has changed since): use another output folder"
-        )
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
 
 
 def start(
@@ -151,4 +162,8 @@ def summary(path: Path, lm: LanguageModel, config: Config) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # a sweep's launcher, whose runs have said their own
+        print("stopped; the same command continues it", file=sys.stderr)
+        sys.exit(130)

@@ -139,6 +139,8 @@ def _architecture_config(architecture: str) -> PreTrainedConfig:
 def _from_checkpoint(
     path: str, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise ModelError(f"model.path={path}: there is no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -28,24 +27,6 @@ from moe_rl.training.config import ColdStartConfig
 from moe_rl.training.evaluate import accuracy, held_out_for_cold_start
 
 EXAMPLES_PER_SEED = 10_000_000  # a seed's examples are its own stretch of the task's stream
-
-
-def content_digest(lm: LanguageModel, task: Task) -> str:
-    """What a run starts from, by content: weights, tokenizer, first problems of every split.
-
-    A path may hold other weights or an edited file the next day under the same configuration.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model_tensors(lm.model).items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
-    for split in (task.train, task.test, task.warmup):
-        for index in range(64):
-            with contextlib.suppress(IndexError, ValueError):  # a short test split, a family without answers
-                problem = split(index)
-                digest.update(f"{problem.prompt}\0{problem.answer}\0".encode())
-    return digest.hexdigest()
 
 
 class ColdStartError(RuntimeError):
@@ -120,6 +101,7 @@ def _train(
 ) -> tuple[int, float]:
     """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
     lm.model.eval()  # no dropout, as in RL
+    tqdm.write(f"cold start: up to {config.steps} steps, to a sampled accuracy of {config.target_accuracy}")
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     problems = held_out_for_cold_start(task, config.eval_prompts)
     best = 0.0
@@ -148,6 +130,7 @@ def _train(
             best = max(best, reached)
             if reached >= config.target_accuracy:
                 progress.close()
+                tqdm.write(f"cold start: sampled accuracy {reached:.3f} after {step} steps")
                 return step, reached
     raise ColdStartError(
         f"cold start: sampled accuracy {best:.3f} at best in {config.steps} steps on {len(problems)} "

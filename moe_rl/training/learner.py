@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
 from moe_rl.objectives import Objective
-from moe_rl.objectives.preference import DPO, Contrastive
 from moe_rl.routing.routers import has_routers
+from moe_rl.training.border import check_together
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.passes import OldPolicy
 from moe_rl.training.policy import Scores, router_logp
@@ -39,35 +39,6 @@ class Learner:
     value_head: ValueHead | None
     trained: nn.ModuleDict
     optimizer: torch.optim.AdamW
-
-
-def check_together(objective: Objective, config: TrainConfig) -> None:
-    """Raise `ValueError` for an objective whose comparisons would cross prompts, or that corrects twice."""
-    unit = 1
-    if isinstance(objective, DPO):
-        unit = 2
-        if config.rollout.responses % 2:
-            raise ValueError(
-                f"rollout.responses={config.rollout.responses}: dpo pairs neighbouring responses of a "
-                "prompt, so their number must be even"
-            )
-    if isinstance(objective, Contrastive):
-        unit = objective.group_size
-        if unit != config.rollout.responses:
-            raise ValueError(
-                f"objective.group_size={unit} and rollout.responses={config.rollout.responses}: contrastive "
-                "compares the responses of a prompt, so they must be equal"
-            )
-    if config.optim.microbatch is not None and config.optim.microbatch % unit:
-        raise ValueError(
-            f"optim.microbatch={config.optim.microbatch}: {type(objective).__name__} compares {unit} "
-            "neighbouring responses, so a micro-batch must hold a multiple of them"
-        )
-    if config.mismatch.correction is not None and "sampler_logp_BT" in objective.needs:
-        raise ValueError(
-            f"mismatch.correction={config.mismatch.correction}: {type(objective).__name__} weighs by π/μ "
-            "already, the correction would count the mismatch twice"
-        )
 
 
 def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainConfig) -> Learner:

@@ -58,7 +58,7 @@ def train(
     policy = learner.policy
     done = resume(learner.trained, learner.optimizer, store)
     if done == 0:
-        evaluate(lm, task, config, store, step=0)
+        evaluate(lm, task, config, store, 0, title)
 
     progress = tqdm(
         range(done + 1, config.steps + 1),
@@ -138,19 +138,21 @@ def train(
         progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
         if not updates[-1].finite:
             store.event("stopped", step=step, reason="loss or gradient norm is not finite")
-            evaluate(lm, task, config, store, step)  # of the last good policy
+            evaluate(lm, task, config, store, step, title)  # of the last good policy
             return
 
         end = step == config.steps
         if end or step % config.evaluation.every == 0:
-            evaluate(lm, task, config, store, step)
+            evaluate(lm, task, config, store, step, title)
         if end or step % config.checkpoint_every == 0:
             moments = optimizer_tensors(learner.trained, learner.optimizer)
             store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
 
 
-def evaluate(lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore, step: int) -> None:
-    """Log greedy and sampled accuracy on the held-out prompts."""
+def evaluate(
+    lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore, step: int, title: str
+) -> None:
+    """Log and print greedy and sampled accuracy on the held-out prompts."""
     problems = held_out(task, config.evaluation.prompts)
     limit, stream = config.rollout.max_new_tokens, (config.seed, step)
     greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
@@ -159,3 +161,5 @@ def evaluate(lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore
     )
     record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
     store.log("evals", record)
+    shown = f"{greedy:.3f} greedy, {sampled:.3f} sampled"
+    tqdm.write(f"{title}, step {step} of {config.steps}: held-out accuracy {shown}")

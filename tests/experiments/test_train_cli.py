@@ -70,7 +70,8 @@ def test_a_sweep_with_a_failing_run(tmp_path):
         assert (run.path / "final" / "model.safetensors").exists()
     assert len(list((tmp_path / "cold_starts").glob("*/result.json"))) == 1, "one cold start for both"
     replay = runs["grpo+replay"]
-    assert replay.config["replay"] == {"source": "old_policy"}
+    assert replay.config["replay"]["source"] == "old_policy"
+    assert replay.environment["command"][:4] == ["python", "-m", "experiments.train", "steps=2"]
     assert "replay/overridden" in replay.steps()
 
     # A second time: what is done is left alone.
@@ -111,7 +112,11 @@ def test_kill_9_and_the_same_command_again(tmp_path):
         (["rollout.prompts=6", "optim.minibatches=4"], "rollout.prompts=6 is not a multiple"),
         (["+model.config.num_expert=4"], "Qwen3MoeConfig has no such field"),
         (["model.config.num_experts_per_tok=1"], "that weight is always 1"),
-        (["model=checkpoint", "model.path=/nowhere"], "cannot be loaded as a causal LM"),
+        (["model=checkpoint", "model.path=/nowhere"], "there is no such directory"),
+        (["model=checkpoint", "model.path=no/such/model"], "cannot be loaded as a causal LM"),
+        (["task=jsonl"], "missing mandatory value: path full_key: task.path"),
+        (["task=jsonl", "task.path=/nowhere.jsonl"], "task.path: no such file: /nowhere.jsonl"),
+        (["objective=dpo", "rollout.responses=3"], "must be even"),
         (["model.path=/nowhere"], "add model=checkpoint"),
         (["task.min_length=9", "task.max_length=4"], "min_length"),
         (["model=dense", "replay=old_policy", "steps=1"], "no MoE layers"),
@@ -127,3 +132,5 @@ def test_a_mistake_is_one_clear_line(tmp_path, overrides, message, monkeypatch, 
     assert message in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("**/steps.jsonl"))
+    failed = list(tmp_path.glob("single/*/seed0/FAILED"))
+    assert len(list(tmp_path.glob("single/*"))) == len(failed), "nothing is left of a run that never began"

@@ -5,11 +5,11 @@ import torch
 
 from moe_rl.tasks import get_task
 from moe_rl.tasks.encode import answer_ids, prompt_ids
+from moe_rl.training.border import content_digest
 from moe_rl.training.checkpoint import model_tensors
 from moe_rl.training.cold_start import (
     ColdStartError,
     cold_start,
-    content_digest,
     schedule,
     supervised_loss,
 )

@@ -9,8 +9,9 @@ import torch
 from moe_rl.objectives import OBJECTIVES, get_objective
 from moe_rl.routing import record_routing
 from moe_rl.store import RunStore
+from moe_rl.training.border import check_together
 from moe_rl.training.config import MismatchConfig, OptimConfig, ReplayConfig, RolloutConfig
-from moe_rl.training.learner import check_together, make_learner, needed_tensors, router_shift
+from moe_rl.training.learner import make_learner, needed_tensors, router_shift
 from moe_rl.training.policy import router_logp, score
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream

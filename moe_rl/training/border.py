@@ -1,0 +1,100 @@
+"""What is checked once, before any training time is spent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from moe_rl.models import LanguageModel
+from moe_rl.objectives import Objective
+from moe_rl.objectives.preference import DPO, Contrastive
+from moe_rl.store import StoreError
+from moe_rl.tasks import Task
+from moe_rl.tasks.encode import prompt_ids
+from moe_rl.training.checkpoint import model_tensors
+from moe_rl.training.config import TrainConfig
+
+
+def check_together(objective: Objective, config: TrainConfig) -> None:
+    """Raise `ValueError` for an objective whose comparisons would cross prompts, or that corrects twice."""
+    unit = 1
+    if isinstance(objective, DPO):
+        unit = 2
+        if config.rollout.responses % 2:
+            raise ValueError(
+                f"rollout.responses={config.rollout.responses}: dpo pairs neighbouring responses of a "
+                "prompt, so their number must be even"
+            )
+    if isinstance(objective, Contrastive):
+        unit = objective.group_size
+        if unit != config.rollout.responses:
+            raise ValueError(
+                f"objective.group_size={unit} and rollout.responses={config.rollout.responses}: contrastive "
+                "compares the responses of a prompt, so they must be equal"
+            )
+    if config.optim.microbatch is not None and config.optim.microbatch % unit:
+        raise ValueError(
+            f"optim.microbatch={config.optim.microbatch}: {type(objective).__name__} compares {unit} "
+            "neighbouring responses, so a micro-batch must hold a multiple of them"
+        )
+    if config.mismatch.correction is not None and "sampler_logp_BT" in objective.needs:
+        raise ValueError(
+            f"mismatch.correction={config.mismatch.correction}: {type(objective).__name__} weighs by π/μ "
+            "already, the correction would count the mismatch twice"
+        )
+
+
+def require_encodable(lm: LanguageModel, task: Task, problems: int = 16) -> None:
+    """Raise `ValueError` for a tokenizer that the task's prompts do not survive.
+
+    A checkpoint directory without tokenizer files can load as an empty tokenizer, all text to nothing.
+    """
+    for index in range(problems):
+        prompt = task.train(index).prompt
+        try:
+            ids = prompt_ids(lm.tokenizer, task.train(index))
+            kept = lm.tokenizer.decode(ids)
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise ValueError(
+                f"the model's tokenizer cannot encode the task's prompt {prompt!r}: {error}"
+            ) from error
+        missing = sorted({character for character in prompt if not character.isspace()} - set(kept))
+        if not ids or missing:
+            raise ValueError(
+                f"the model's tokenizer loses {missing or 'all'} of the task's prompt {prompt!r}: it does "
+                "not fit the task, or the checkpoint directory has no tokenizer of its own"
+            )
+
+
+def content_digest(lm: LanguageModel, task: Task) -> str:
+    """What a run starts from, by content: weights, tokenizer, first problems of every split.
+
+    A path may hold other weights or an edited file the next day under the same configuration.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model_tensors(lm.model).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
+    for split in (task.train, task.test, task.warmup):
+        for index in range(64):
+            with contextlib.suppress(IndexError, ValueError):  # a short test split, a family without answers
+                problem = split(index)
+                digest.update(f"{problem.prompt}\0{problem.answer}\0".encode())
+    return digest.hexdigest()
+
+
+def require_same_content(directory: Path, content: str) -> None:
+    """Raise `StoreError` when a run is continued on other weights, tokenizer or problems than it began on."""
+    file = directory / "content.txt"
+    if not file.exists():
+        file.write_text(content + "\n", encoding="utf-8")
+    elif file.read_text(encoding="utf-8").strip() != content:
+        raise StoreError(
+            f"{directory} began with other weights, another tokenizer or other problems under the same "
+            "configuration (a checkpoint or data file has changed since): use another output folder"
+        )
