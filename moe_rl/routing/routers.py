@@ -124,7 +124,11 @@ def _find_routers(model: nn.Module) -> list[Router]:
     classes = _router_classes(modules.values())
     found = []
     for name, module in modules.items():
-        if not isinstance(module, classes) and not _is_named(module, _UNDECLARED):
+        inside = list(module.modules())[1:] if isinstance(module, classes) else []
+        # Of a declared block and a router within it, the router.
+        around = any(isinstance(m, classes) or _named_top_k_router(m) for m in inside)
+        declared = isinstance(module, classes) and not around
+        if not (declared or _is_named(module, _UNDECLARED) or _named_top_k_router(module)):
             continue
         if _is_named(module, _MODALITY_ISOLATED):
             raise RoutingError(
@@ -141,6 +145,14 @@ def _find_routers(model: nn.Module) -> list[Router]:
         found.append(Router(name, module, int(layer[1]), *_sizes(name, module)))
     # A decoder layer runs its attention first, whatever it registers first (JetMoe has a router in both).
     return sorted(found, key=lambda router: (router.layer_id, ".self_attention." not in router.name))
+
+
+def _named_top_k_router(module: nn.Module) -> bool:
+    """Whether a module is a router by its name and `top_k`: some families of transformers before 5.24 declare
+    none, or the block around it."""
+    return hasattr(module, "top_k") and any(
+        cls.__name__.lower().endswith("topkrouter") for cls in type(module).__mro__
+    )
 
 
 def _is_idle_copy(name: str, modules: dict[str, nn.Module]) -> bool:
