@@ -23,11 +23,13 @@ class Forward:
     valid   bool [B, T]: False for padding
     start   rows that the cache held before the call; row t of the call is position start + t
     cache   weak reference to the cache the call got, None when it got none
+    tokens  int64 [B, T] input_ids, None when the call got embeddings
     """
 
     valid: Tensor
     start: int
     cache: weakref.ref | None
+    tokens: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -151,7 +153,8 @@ def read_forward(model: str, arguments: dict[str, Any]) -> Forward:
         cache = arguments.get("cache")
     start = 0 if cache is None else int(cache.get_seq_length())
     valid_BT = _valid_rows(arguments.get("attention_mask"), B, T, start).to(inputs.device)
-    return Forward(valid_BT, start, None if cache is None else weakref.ref(cache))
+    tokens = None if inputs.is_floating_point() else inputs
+    return Forward(valid_BT, start, None if cache is None else weakref.ref(cache), tokens)
 
 
 def _valid_rows(mask: Any, B: int, T: int, start: int) -> Tensor:

@@ -40,7 +40,8 @@ def replay_routing(
     With native=False the rows that are replayed skip the router's own selection, and there is no
     `replay.native`.
 
-    Raises RoutingError for a trace that is damaged, of another model, or without a valid row; leaving raises
+    A trace that knows its tokens (`trace.for_tokens`) is checked against those of every forward. Raises
+    RoutingError for a trace that is damaged, of another model or without a valid row; leaving raises
     it when a layer was never replayed, or when checkpointed layers were not recomputed inside.
     """
     return Replay(model, trace, variant, native)
@@ -144,6 +145,8 @@ class Replay:
                 f"the trace routes [B, T] = [{B}, {T}], the forward has {list(forward.shape)} rows: "
                 "open replay_routing on trace[rows] for a micro-batch, trace.fit(T) for another length"
             )
+        if forward.tokens is not None:
+            self._trace.require_tokens(forward.tokens, forward.valid)
         self._passes.clear()
         self._native.clear()
         self._used.clear()

@@ -337,3 +337,15 @@ def test_contexts_nest_in_any_order_and_leave_nothing(build, batch):
         assert after.keys() == before[name].keys()
         assert not after["_forward_hooks"] and not after["_forward_pre_hooks"]
         assert not after["_forward_hooks_always_called"] and not after["_forward_pre_hooks_with_kwargs"]
+
+
+def test_a_trace_that_knows_its_tokens_is_not_replayed_on_others(build, batch):
+    model = build("qwen3_moe")
+    ids, mask = batch
+    trace = record(model, ids, mask).for_tokens(ids, mask)
+    with replay_routing(model, trace) as replay:
+        model(input_ids=ids, attention_mask=mask)
+    assert replay.hits
+    swapped = ids.flip(0)
+    with pytest.raises(RoutingError, match="recorded on other tokens"), replay_routing(model, trace):
+        model(input_ids=swapped, attention_mask=mask.flip(0))
