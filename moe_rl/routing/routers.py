@@ -124,18 +124,18 @@ def _find_routers(model: nn.Module) -> list[Router]:
     classes = _router_classes(modules.values())
     found = []
     for name, module in modules.items():
-        inside = list(module.modules())[1:] if isinstance(module, classes) else []
-        # Of a declared block and a router within it, the router.
-        around = any(isinstance(m, classes) or _named_top_k_router(m) for m in inside)
-        declared = isinstance(module, classes) and not around
-        if not (declared or _is_named(module, _UNDECLARED) or _named_top_k_router(module)):
-            continue
         if _is_named(module, _MODALITY_ISOLATED):
             raise RoutingError(
                 f"{name} ({type(module).__name__}) routes text tokens and image tokens by routers of their "
                 "own, among experts of their own: a trace has one router for all rows of a layer, so this "
                 "model can be neither recorded nor replayed"
             )
+        inside = list(module.modules())[1:] if isinstance(module, classes) else []
+        # Of a declared block and a router within it, the router.
+        around = any(isinstance(m, classes) or _named_top_k_router(m) for m in inside)
+        declared = isinstance(module, classes) and not around
+        if not (declared or _is_named(module, _UNDECLARED) or _named_top_k_router(module)):
+            continue
         if _is_named(module, _SELECTED_BY_PARENT):
             name = name.rpartition(".")[0]
             module = modules[name]
@@ -150,9 +150,12 @@ def _find_routers(model: nn.Module) -> list[Router]:
 def _named_top_k_router(module: nn.Module) -> bool:
     """Whether a module is a router by its name and `top_k`: some families of transformers before 5.24 declare
     none, or the block around it."""
-    return hasattr(module, "top_k") and any(
-        cls.__name__.lower().endswith("topkrouter") for cls in type(module).__mro__
-    )
+    return _class_is_top_k_router(type(module)) and hasattr(module, "top_k")  # type: ignore[arg-type]
+
+
+@functools.cache
+def _class_is_top_k_router(cls: Any) -> bool:
+    return any(base.__name__.lower().endswith("topkrouter") for base in cls.__mro__)
 
 
 def _is_idle_copy(name: str, modules: dict[str, nn.Module]) -> bool:
