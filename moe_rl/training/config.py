@@ -109,6 +109,8 @@ class MismatchConfig:
     correction: str | None = None  # token_tis, sequence_tis, icepop, sequence_mis, …_rejection
     low: float | None = None  # bounds of the ratio π_old/μ; None: the correction's own
     high: float | None = None
+    # Off-policy sequence mask: drops a response with A < 0 whose mean log μ - log π_θ (nats) is above it.
+    off_policy_threshold: float | None = None
 
     def check(self) -> None:
         if self.correction is None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.mismatch import off_policy_sequence_mask
 from moe_rl.routing import expert_change, replay_routing
 from moe_rl.routing.drift import ExpertChange
 from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import RolloutBatch
+from moe_rl.training.config import MismatchConfig
 from moe_rl.training.learner import Learner, tensors_of_forward
 from moe_rl.training.measure import drift_metrics
 from moe_rl.training.passes import OldPolicy, variant_of
@@ -94,6 +96,7 @@ def gradient_update(
                 router_logits="router_shift_BT" in learner.needs,
             )
             extra = tensors_of_forward(learner.needs, scores, old, rows)
+            extra |= off_policy_weights(config.mismatch, scores.logp_BT, part, target_part)
             keywords: dict[str, Any] = target_part.tensors | extra
             loss, _ = objective(
                 scores.logp_BT,
@@ -130,6 +133,24 @@ def gradient_update(
     if overridden:
         update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
     return update
+
+
+@torch.no_grad()
+def off_policy_weights(
+    config: MismatchConfig, logp_BT: Tensor, batch: RolloutBatch, signal: Signal
+) -> dict[str, Tensor]:
+    """The weights_BT without the responses that the off-policy sequence mask drops, where it is on."""
+    if config.off_policy_threshold is None:
+        return {}
+    kept = off_policy_sequence_mask(
+        logp_BT,
+        batch.sampler_logp_BT,
+        signal.advantages,
+        signal.mask_BT,
+        threshold=config.off_policy_threshold,
+    )
+    weights_BT = signal.tensors.get("weights_BT")
+    return {"weights_BT": kept.weights if weights_BT is None else kept.weights * weights_BT}
 
 
 @torch.no_grad()

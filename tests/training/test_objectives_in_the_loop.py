@@ -265,3 +265,29 @@ def test_values_and_router_scores_of_r3_are_on_the_samplers_experts(
 def test_objectives_and_options_that_do_not_go_together(config, name, options, changes, message):
     with pytest.raises(ValueError, match=message):
         check_together(get_objective(name, **options), config(**changes))
+
+
+def test_the_off_policy_mask_drops_drifted_responses_of_negative_advantage(
+    tmp_path, fresh, run, config, monkeypatch
+):
+    from moe_rl.training import groups
+
+    sample = groups.sample_responses
+
+    def other_engine(*args, **kwargs):
+        batch = sample(*args, **kwargs)
+        return replace(batch, sampler_logp_BT=batch.sampler_logp_BT + 1.0 * batch.response_mask_BT)
+
+    monkeypatch.setattr(groups, "sample_responses", other_engine)
+
+    def gradient(name, **mismatch):
+        return run(tmp_path / name, fresh(), config(steps=1, mismatch=MismatchConfig(**mismatch))).updates()[
+            "grad_norm"
+        ][0]
+
+    plain = gradient("plain")
+    assert gradient("far", off_policy_threshold=1.5) == plain  # log μ - log π is 1.0 everywhere
+    near = gradient("near", off_policy_threshold=0.5)
+    assert 0 < near != plain  # only responses of positive advantage are left
+    both = gradient("both", off_policy_threshold=0.5, correction="token_tis")
+    assert both == pytest.approx(near * math.exp(-1.0), rel=1e-3)
