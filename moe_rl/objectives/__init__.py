@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_rl.objectives.advantages import NORMALISATIONS, group_advantages
 from moe_rl.objectives.aggregation import AGGREGATIONS, aggregate
+from moe_rl.objectives.aliases import peer_metrics
 from moe_rl.objectives.base import Objective
 from moe_rl.objectives.geometric import GMPO, RSPO
 from moe_rl.objectives.mismatch import (
@@ -81,4 +82,5 @@ __all__ = [
     "kl_estimate",
     "mismatch_metrics",
     "off_policy_sequence_mask",
+    "peer_metrics",
 ]
