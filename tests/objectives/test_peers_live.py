@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,7 +45,8 @@ def test_the_peer_still_gives_the_stored_values(peer, golden_module):
     live = golden_module("make_peer_values").record(peer)
     stored = load_file(GOLDEN / f"{STORED[peer]}.safetensors")
     for name, tensor in live.tensors.items():
-        torch.testing.assert_close(tensor, stored[name], rtol=1e-12, atol=1e-12, msg=name)
+        difference = (tensor.double() - stored[name].double()).abs().max().item()
+        assert difference <= 1e-12 * max(1, stored[name].abs().max().item()), name
     header = json.loads((GOLDEN / f"{STORED[peer]}.json").read_text())
     for kind in ("cases", "value_cases"):
         expected = [case for case in header[kind] if case["peer"].split()[0] == peer]
