@@ -1,9 +1,9 @@
 """Closed forms of trainers that cannot be installed beside this project, written one token at a time.
 
 NeMo-RL: `ClippedPGLossFn` (nemo_rl/algorithms/loss/loss_functions.py at 7ea279ab), but for the 1e-8 that it
-adds to divisors. prime-rl: `default_loss_fn` (src/prime_rl/trainer/rl/loss.py at 559b4477). slime, beside what
-tests/golden runs: `vanilla_tis_function` and `icepop_function` (slime/backends/megatron_utils/loss.py at
-624b824a), which need Megatron.
+adds to divisors. prime-rl: `default_loss_fn` (src/prime_rl/trainer/rl/loss.py at 559b4477). slime, beside the
+functions that tests/golden runs: `vanilla_tis_function` and `icepop_function`
+(slime/backends/megatron_utils/loss.py at 624b824a), which need Megatron.
 """
 
 import math
