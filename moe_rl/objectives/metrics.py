@@ -39,7 +39,7 @@ def policy_metrics(batch: Batch, clipped_BT: Tensor, outside_BT: Tensor) -> dict
     if log_ratio_N.numel() == 0:
         log_ratio_N = log_mean_S = log_sum_S = log_ratio_BT.new_zeros(1, dtype=torch.float64)
     share_B = sequence_mean(clipped_BT.double(), mask_BT)
-    tokens = mask_BT.sum().clamp(min=1)
+    tokens = mask_BT.sum().clamp(min=1).double()
     values = {
         "clip_frac/token": (clipped_BT & mask_BT).sum() / tokens,
         "clip_frac/sequence": share_B.sum() / max(len(share_B), 1),
