@@ -13,13 +13,13 @@ _ALIASES = {
         "preference/margin": "rewards/margins",
         "mismatch/logp_abs_diff_mean": "sampling/sampling_logp_difference/mean",
         "mismatch/logp_abs_diff_max": "sampling/sampling_logp_difference/max",
-        "mismatch/weight_mean": "sampling/importance_sampling_ratio/mean",
+        "mismatch/weight_mean_unit": "sampling/importance_sampling_ratio/mean",
     },
     "verl": {
         "kl/k1": "actor/ppo_kl",
-        "kl/reference_k3": "actor/kl_loss",
-        "entropy/token_mean": "actor/entropy",
-        "value/loss": "critic/vf_loss",
+        "kl/reference_aggregated": "actor/kl_loss",
+        "entropy/aggregated": "actor/entropy",
+        "value/aggregated": "critic/vf_loss",
         "value/clip_frac": "critic/vf_clipfrac",
         "mismatch/kl_k1": "rollout_corr/kl",
         "mismatch/kl_k3": "rollout_corr/k3_kl",
@@ -45,19 +45,28 @@ _CLIP_FRACTIONS = {
         "cispo": ("clip_frac/token_signblind", "actor/pg_clipfrac"),
     },
 }
+_DUAL = "clip_frac/token_dual"
+# Both peers log these of importance weights alone, not of a rejection or an off-policy mask.
+_OF_WEIGHTS = ("mismatch/weight_mean", "mismatch/weight_ess")
 
 
 def peer_metrics(metrics: Mapping[str, float], peer: str, objective: str) -> dict[str, float]:
     """The metrics that `peer` ("trl" or "verl") logs too, under its names; the others are left out.
 
     `objective` is our name of it: what a peer calls clip fraction is another of our counts from objective to
-    objective (docs/objectives.md). verl's `vanilla` with its default dual clip splits the count in two, which
-    has no alias. Raises ValueError for another peer.
+    objective (docs/objectives.md). Tokens at the dual clip are no part of a peer's clip fraction: verl counts
+    them apart, as actor/pg_clipfrac_lower. Raises ValueError for another peer.
     """
     if peer not in _ALIASES:
         raise ValueError(f"unknown peer {peer!r}; known: {', '.join(_ALIASES)}")
     names = dict(_ALIASES[peer])
+    if "mismatch/weight_mean_unit" not in metrics:
+        names = {ours: theirs for ours, theirs in names.items() if ours not in _OF_WEIGHTS}
+    found = {theirs: metrics[ours] for ours, theirs in names.items() if ours in metrics}
     if objective in _CLIP_FRACTIONS[peer]:
         ours, theirs = _CLIP_FRACTIONS[peer][objective]
-        names[ours] = theirs
-    return {theirs: metrics[ours] for ours, theirs in names.items() if ours in metrics}
+        if ours in metrics:
+            found[theirs] = metrics[ours] - metrics.get(_DUAL, 0.0)
+    if peer == "verl" and _DUAL in metrics:
+        found["actor/pg_clipfrac_lower"] = metrics[_DUAL]
+    return found

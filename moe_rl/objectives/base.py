@@ -93,12 +93,14 @@ class Objective:
             kl_BT = kl_estimate(batch.logp, extra["ref_logp_BT"].detach(), self.kl_estimator)
             loss = loss + self.kl_coef * self._aggregate(kl_BT, batch) if self.kl_coef else loss
             metrics[f"kl/reference_{self.kl_estimator}"] = token_mean(kl_BT, batch.mask)
+            metrics["kl/reference_aggregated"] = self._aggregate(kl_BT, batch)
         if "entropy_BT" in extra:
             entropy_BT = extra["entropy_BT"]
             loss = (
                 loss - self.entropy_coef * self._aggregate(entropy_BT, batch) if self.entropy_coef else loss
             )
             metrics["entropy/token_mean"] = token_mean(entropy_BT, batch.mask)
+            metrics["entropy/aggregated"] = self._aggregate(entropy_BT, batch)
         shared = policy_metrics(batch, surrogate.clipped, surrogate.outside)
         return loss, {**shared, **(to_floats(metrics) if metrics else {})}
 
@@ -157,10 +159,15 @@ def clipped_objective(
     clipped, outside = outside_interval(ratio, advantages, low, high)
     bound = torch.full_like(ratio, low).masked_fill(advantages > 0, high)
     if dual_clip is not None:
-        capped = (ratio > dual_clip) & (advantages < 0)
+        capped = beyond_dual_clip(ratio, advantages, dual_clip)
         clipped, bound = clipped | capped, bound.masked_fill(capped, dual_clip)
     ratio = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
     return torch.where(clipped, bound, ratio) * advantages, clipped, outside
+
+
+def beyond_dual_clip(ratio: Tensor, advantages: Tensor, dual_clip: float) -> Tensor:
+    """Where the dual clip, and not the interval, bounds the objective."""
+    return (ratio > dual_clip) & (advantages < 0)
 
 
 def never(values_BT: Tensor) -> Tensor:

@@ -80,8 +80,14 @@ class MismatchCorrection:
             weights_BT = log_weight_BT.exp().masked_fill(~inside_BT, 0)
         else:
             weights_BT, kept_BT = torch.ones_like(log_weight_BT), mask_BT & inside_BT
+        metrics = {}
+        if self.action != "reject":
+            # A response without tokens has the weight 1 of an empty product here, as in TRL.
+            of_units = weights_BT[mask_BT] if self.level == "token" else weights_BT[:, :1]
+            metrics = to_floats({"mismatch/weight_mean_unit": of_units.sum() / max(of_units.numel(), 1)})
         weights_BT = masked(weights_BT, kept_BT)
-        return Correction(weights_BT, kept_BT, _correction_metrics(weights_BT, ~inside_BT, mask_BT))
+        metrics |= _correction_metrics(weights_BT, ~inside_BT, mask_BT)
+        return Correction(weights_BT, kept_BT, metrics)
 
     def _at_level(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Log of the ratio that is compared with the bounds, at every token."""

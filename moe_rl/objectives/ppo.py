@@ -37,10 +37,12 @@ class PPO(GRPO):
         value_loss_BT = 0.5 * torch.maximum(errors_BT, near_errors_BT)
         metrics = {
             "value/loss": token_mean(value_loss_BT, batch.mask),
+            "value/aggregated": self._aggregate(value_loss_BT, batch),
             "value/clip_frac": token_mean((near_errors_BT > errors_BT).double(), batch.mask),
         }
         policy = super().surrogate(batch, tensors)
-        return replace(policy, penalty=self.value_coef * value_loss_BT, metrics=metrics)
+        penalty_BT = self.value_coef * value_loss_BT
+        return replace(policy, penalty=penalty_BT, metrics=policy.metrics | metrics)
 
 
 @torch.no_grad()

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_rl.objectives.base import Objective, Surrogate, clipped_objective, never
+from moe_rl.objectives.base import (
+    Objective,
+    Surrogate,
+    beyond_dual_clip,
+    clipped_objective,
+    never,
+    token_mean,
+)
 from moe_rl.objectives.batch import Batch
 
 
@@ -32,7 +39,12 @@ class GRPO(Objective):
 
     def surrogate(self, batch: Batch, tensors: dict[str, Tensor]) -> Surrogate:
         low, high = 1 - self.clip_low, 1 + self.clip_high
-        return Surrogate(*clipped_objective(batch.log_ratio, batch.advantages, low, high, self.dual_clip))
+        clipped = clipped_objective(batch.log_ratio, batch.advantages, low, high, self.dual_clip)
+        if self.dual_clip is None:
+            return Surrogate(*clipped)
+        capped_BT = beyond_dual_clip(batch.log_ratio.detach().exp(), batch.advantages, self.dual_clip)
+        metrics = {"clip_frac/token_dual": token_mean(capped_BT.double(), batch.mask)}
+        return Surrogate(*clipped, metrics=metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
