@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from moe_rl.objectives.advantages import NORMALISATIONS, group_advantages
+from moe_rl.objectives.advantages import NORMALISATIONS, equal_rewards, group_advantages
 from moe_rl.objectives.aggregation import AGGREGATIONS, aggregate
 from moe_rl.objectives.aliases import peer_metrics
 from moe_rl.objectives.base import Objective
@@ -75,6 +75,7 @@ __all__ = [
     "MismatchCorrection",
     "Objective",
     "aggregate",
+    "equal_rewards",
     "gae",
     "get_mismatch_correction",
     "get_objective",

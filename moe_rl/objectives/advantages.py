@@ -13,10 +13,12 @@ _STD_CONVENTIONS = {
     "verl": (1, 1e-6),
 }
 NORMALISATIONS = (*_STD_CONVENTIONS, "mean", "leave-one-out")
+# Sums of a few reward terms in another order differ by this many units of rounding at most.
+ROUNDING_UNITS = 8
 
 
 def group_advantages(rewards: Tensor, group_size: int | None = None, *, normalise: str = "paper") -> Tensor:
-    """Group-relative advantages, in the shape of the rewards.
+    """Group-relative advantages, in the shape of the rewards, in their precision or float32.
 
     rewards: [P, G], the G responses of each of P prompts; or [P * G] with group_size = G, the responses of a
     prompt next to each other. normalise:
@@ -26,38 +28,80 @@ def group_advantages(rewards: Tensor, group_size: int | None = None, *, normalis
       "trl", "verl"    ddof 1 with 1e-4, 1e-6 added to the standard deviation (slime's is verl's)
       "mean"           r - mean (Dr.GRPO, 2503.20783; MiniRL, 2512.01374)
       "leave-one-out"  r - mean of the others (RLOO, 2402.14740) = (r - mean) G / (G - 1)
-    A group whose rewards are all equal, and so a group of one, gets exactly 0 under every convention
-    (verl instead passes the reward of a group of one through as its advantage).
+    A group whose rewards are equal up to rounding (equal_rewards), and so a group of one, gets exactly 0
+    under every convention (verl instead passes the reward of a group of one through as its advantage).
     Raises ValueError on an unknown convention, a wrong shape, or rewards that are not finite.
     """
-    if normalise not in NORMALISATIONS:
-        raise ValueError(f"unknown normalise {normalise!r}; known: {', '.join(NORMALISATIONS)}")
+    _check_normalise(normalise)
     grouped_PG = _grouped(rewards, group_size)
     if not bool(grouped_PG.isfinite().all()):
         raise ValueError("rewards must be finite; got NaN or infinity: score failed responses with a number")
-    centred_PG = grouped_PG - grouped_PG.mean(dim=1, keepdim=True)
-    group = grouped_PG.shape[1]
+    present_PG = torch.ones_like(grouped_PG, dtype=torch.bool)
+    return _relative(grouped_PG, present_PG, normalise).reshape(rewards.shape)
+
+
+def equal_rewards(rewards_PG: Tensor) -> Tensor:
+    """Whether the rewards of each group are equal up to rounding, bool [P]: such a group teaches nothing.
+
+    Equal means a spread of at most 8 eps max|r|, eps that of the rewards' dtype: 1.8e-15 of the largest
+    reward in float64, 9.5e-7 in float32. So 0.3 and 0.1 + 0.2 are equal: a division by the standard deviation
+    of their rounding error would make full-size advantages of it. Half precisions and integers are judged by
+    float32's eps.
+    """
+    return _equal(_as_float(rewards_PG), torch.ones_like(rewards_PG, dtype=torch.bool))
+
+
+def _equal(rewards_PG: Tensor, present_PG: Tensor) -> Tensor:
+    """equal_rewards over the responses that are present."""
+    eps = torch.finfo(rewards_PG.dtype).eps
+    rewards_PG = rewards_PG.double()
+    highest_P = rewards_PG.masked_fill(~present_PG, -torch.inf).amax(dim=1)
+    lowest_P = rewards_PG.masked_fill(~present_PG, torch.inf).amin(dim=1)
+    # Halves, because the spread itself may overflow.
+    spread_P = highest_P / 2 - lowest_P / 2
+    return spread_P <= ROUNDING_UNITS / 2 * eps * torch.maximum(highest_P.abs(), lowest_P.abs())
+
+
+def _relative(rewards_PG: Tensor, present_PG: Tensor, normalise: str) -> Tensor:
+    """Advantages [P, G] among the responses of each group that are present, and 0 for the others."""
+    values_PG = rewards_PG.double().masked_fill(~present_PG, 0)
+    # In units of the power of two below the largest reward: squares neither overflow nor vanish, and exactly.
+    exponent_P1 = torch.frexp(values_PG.abs().amax(dim=1, keepdim=True)).exponent - 1
+    unit_P1 = torch.pow(2.0, exponent_P1.double())
+    values_PG = values_PG / unit_P1
+    size_P1 = present_PG.sum(dim=1, keepdim=True).double()
+    mean_P1 = values_PG.sum(dim=1, keepdim=True) / size_P1.clamp(min=1)
+    centred_PG = (values_PG - mean_P1).masked_fill(~present_PG, 0)
     if normalise == "leave-one-out":
-        advantages_PG = centred_PG * (group / max(group - 1, 1))
+        advantages_PG = centred_PG * unit_P1 * (size_P1 / (size_P1 - 1).clamp(min=1))
     elif normalise == "mean":
-        advantages_PG = centred_PG
+        advantages_PG = centred_PG * unit_P1
     else:
         ddof, epsilon = _STD_CONVENTIONS[normalise]
-        variance_P1 = centred_PG.square().sum(dim=1, keepdim=True) / max(group - ddof, 1)
-        advantages_PG = centred_PG / (variance_P1.sqrt() + epsilon)
-    # The mean of equal rewards can be off by a rounding error, which a division by std would blow up to 1.
-    equal_P1 = (grouped_PG == grouped_PG[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(equal_P1, torch.zeros_like(advantages_PG), advantages_PG).reshape(rewards.shape)
+        squares_P1 = centred_PG.square().sum(dim=1, keepdim=True)
+        std_P1 = (squares_P1 / (size_P1 - ddof).clamp(min=1)).sqrt()
+        advantages_PG = centred_PG / (std_P1 + epsilon / unit_P1)
+    idle_P1 = _equal(rewards_PG, present_PG)[:, None] | (size_P1 < 2)
+    return advantages_PG.masked_fill(idle_P1 | ~present_PG, 0).to(rewards_PG.dtype)
+
+
+def _check_normalise(normalise: str) -> None:
+    if normalise not in NORMALISATIONS:
+        raise ValueError(f"unknown normalise {normalise!r}; known: {', '.join(NORMALISATIONS)}")
+
+
+def _as_float(rewards: Tensor) -> Tensor:
+    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def _grouped(rewards: Tensor, group_size: int | None) -> Tensor:
     """Rewards as [P, G] in float32 or wider."""
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards = _as_float(rewards)
     if rewards.ndim == 2:
         if group_size not in (None, rewards.shape[1]):
             raise ValueError(f"rewards [P, G] are {tuple(rewards.shape)} but group_size is {group_size}")
         return rewards
-    if rewards.ndim == 1 and group_size and len(rewards) % group_size == 0:
+    if rewards.ndim == 1 and group_size and group_size > 0 and len(rewards) % group_size == 0:
         return rewards.reshape(-1, group_size)
     raise ValueError(
         f"rewards must be [P, G], or [P * G] with group_size = G, got shape {tuple(rewards.shape)} "

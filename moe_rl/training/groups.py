@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.models import LanguageModel
+from moe_rl.objectives import equal_rewards
 from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import prompt_ids
@@ -39,8 +40,8 @@ class Groups:
 
     @property
     def has_signal_P(self) -> Tensor:
-        """bool: the rewards of the group are not all equal."""
-        return (self.rewards_PG != self.rewards_PG[:, :1]).any(-1)
+        """bool: the rewards of the group are not all equal, so that its advantages are not all 0."""
+        return ~equal_rewards(self.rewards_PG)
 
     def take(self, groups_P: Tensor) -> Groups:
         """Some of the groups, by index."""

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.objectives import NORMALISATIONS, group_advantages
+from moe_rl.objectives import NORMALISATIONS, equal_rewards, group_advantages
 
 F64 = torch.float64
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 4.0, 4.0]], dtype=F64)  # means 1, 3
@@ -43,6 +43,34 @@ def test_equal_rewards_and_groups_of_one_are_exactly_zero(normalise):
     equal = torch.full((2, 3), 0.1)
     assert group_advantages(equal, normalise=normalise).tolist() == [[0.0] * 3] * 2
     assert group_advantages(torch.tensor([5.0, -1.0]), 1, normalise=normalise).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+def test_rewards_equal_up_to_rounding_are_exactly_zero(normalise):
+    # 0.1 + 0.2 is one unit of rounding above 0.3: over their standard deviation that would be 1.15.
+    rounded = torch.tensor([[0.3, 0.1 + 0.2, 0.3], [0.3, 0.3, 0.4]], dtype=F64)
+    advantages = group_advantages(rounded, normalise=normalise)
+    assert advantages[0].tolist() == [0.0] * 3
+    assert (advantages[1] != 0).all()
+    assert equal_rewards(rounded).tolist() == [True, False]
+
+
+def test_where_rounding_ends():
+    eps = torch.finfo(torch.float32).eps
+    rewards = torch.tensor([[1.0, 1 - 8 * eps], [1.0, 1 - 8.5 * eps], [0.0, 1e-30], [-1.0, 1.0]])
+    assert equal_rewards(rewards).tolist() == [True, False, False, False]
+    assert equal_rewards(torch.tensor([[0, 0], [0, 1]])).tolist() == [True, False]
+    # bfloat16 resolves 1 / 256 below 1, far above float32's eps: another number is another reward.
+    assert equal_rewards(torch.tensor([[1.0, 0.95]], dtype=torch.bfloat16)).tolist() == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("share", [0.9, 1e-8])
+def test_tiny_and_huge_rewards(dtype, share):
+    for unit in (share * torch.finfo(dtype).max, torch.finfo(dtype).tiny / share):
+        advantages = group_advantages(torch.tensor([[0.0, 0, 1, 1]], dtype=dtype) * unit)
+        expected = math.sqrt(0.75) * torch.tensor([[-1.0, -1, 1, 1]], dtype=dtype)
+        torch.testing.assert_close(advantages, expected)
 
 
 def test_invariant_to_affine_rewards():
