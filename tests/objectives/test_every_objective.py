@@ -14,7 +14,7 @@ from moe_rl.objectives import OBJECTIVES, aggregate, get_objective
 F64 = torch.float64
 REQUIRED = {"dr_grpo": {"length_divisor": 6.0}, "contrastive": {"group_size": 2}}
 COMPARISONS = {"contrastive", "dpo"}
-# Their losses hold weights without a gradient, so a numerical derivative of the loss is not their gradient.
+# Their losses hold weights without a gradient: a numerical derivative is theirs only with those frozen.
 STOP_GRADIENT = {"gspo_token", "cispo", "dppo_tv", "dppo_kl", "minirl"}
 EVERY = pytest.mark.parametrize("name", OBJECTIVES)
 RATIOS = pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - COMPARISONS))
@@ -152,6 +152,49 @@ def test_gradient_is_the_numerical_derivative(name):
     assert torch.autograd.gradcheck(
         lambda x: objective(x, old, advantages, mask, **tensors)[0], logp.clone().requires_grad_()
     )
+
+
+def frozen_at_first_call(function):
+    """`function`, where every detach() gives what it gave in the first call: stop-gradients held constant."""
+    kept, detach = [], torch.Tensor.detach
+
+    def call(x):
+        first, number = not kept, 0
+
+        def constant(tensor):
+            nonlocal number
+            if first:
+                kept.append(detach(tensor).clone())
+            number += 1
+            return kept[number - 1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "detach", constant)
+            return function(x)
+
+    return call
+
+
+@pytest.mark.parametrize("name", sorted(STOP_GRADIENT))
+def test_gradient_is_the_numerical_derivative_with_frozen_factors(name):
+    """Flags are frozen with the weights, so that no token crosses a clip bound within the difference."""
+    logp, old, _, mask = random_batch(5, 4, 4, scale=0.5)
+    # Per token: with one advantage per response, gspo_token's derivative is GSPO's even unfrozen.
+    advantages = torch.randn(logp.shape, generator=torch.Generator().manual_seed(2), dtype=F64)
+    tensors = tensors_for(name, old)
+    objective = objective_of(name)
+
+    def loss(x):
+        return objective(x, old, advantages, mask, **tensors)[0]
+
+    x = logp.clone().requires_grad_()
+    frozen = frozen_at_first_call(loss)
+    (expected,) = torch.autograd.grad(loss(x), x)
+    (gradient,) = torch.autograd.grad(frozen(x), x)
+    assert torch.equal(gradient, expected)  # freezing leaves value and gradient alone
+    assert 0 < int((gradient == 0)[mask].sum()) < int(mask.sum()) or name == "cispo"
+    assert torch.autograd.gradcheck(frozen, x)
+    assert not torch.autograd.gradcheck(loss, x, raise_exception=False)
 
 
 @RATIOS
