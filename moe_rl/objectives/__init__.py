@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from moe_rl.objectives.advantages import NORMALISATIONS, equal_rewards, group_advantages
+from moe_rl.objectives.advantages import (
+    NORMALISATIONS,
+    equal_rewards,
+    group_advantages,
+    turn_advantages,
+)
 from moe_rl.objectives.aggregation import AGGREGATIONS, aggregate
 from moe_rl.objectives.aliases import peer_metrics
 from moe_rl.objectives.base import Objective
@@ -84,4 +89,5 @@ __all__ = [
     "mismatch_metrics",
     "off_policy_sequence_mask",
     "peer_metrics",
+    "turn_advantages",
 ]

@@ -40,6 +40,43 @@ def group_advantages(rewards: Tensor, group_size: int | None = None, *, normalis
     return _relative(grouped_PG, present_PG, normalise).reshape(rewards.shape)
 
 
+def turn_advantages(
+    rewards: Tensor, turn_ids_BT: Tensor, group_size: int | None = None, *, normalise: str = "paper"
+) -> Tensor:
+    """Advantages [B, T] of responses that are rewarded turn by turn, for gspo_token (GSPO paper Eq. 13).
+
+    rewards: [P, G, N] for N turns, or [P * G, N] with group_size = G, the responses of a prompt next to each
+    other. turn_ids_BT: integer [B, T], the turn 0 to N - 1 that a token belongs to, -1 outside responses.
+    Each turn's rewards are normalised over the responses of the prompt that have it, by the conventions of
+    group_advantages; a turn that a response has no token of is left out of its group, its reward unread (NaN
+    will do). All tokens of a turn get its advantage, tokens outside get 0. Raises ValueError on an unknown
+    convention, a wrong shape, a turn id out of range or a reward that is not finite, TypeError on turn ids
+    that are no integers.
+    """
+    _check_normalise(normalise)
+    rewards_PGN = _grouped_turns(rewards, group_size)
+    prompts, group, turns = rewards_PGN.shape
+    if turn_ids_BT.is_floating_point() or turn_ids_BT.dtype == torch.bool:
+        raise TypeError(f"turn_ids_BT must hold integers, got {turn_ids_BT.dtype}")
+    if turn_ids_BT.ndim != 2 or len(turn_ids_BT) != prompts * group:
+        raise ValueError(
+            f"turn_ids_BT must be [B, T] for the {prompts * group} responses of the rewards, "
+            f"got {tuple(turn_ids_BT.shape)}"
+        )
+    if not bool(((turn_ids_BT >= -1) & (turn_ids_BT < turns)).all()):
+        raise ValueError(f"turn_ids_BT must lie in -1 (outside responses) to {turns - 1}, the last turn")
+    present_BN = (turn_ids_BT[:, :, None] == torch.arange(turns, device=turn_ids_BT.device)).any(dim=1)
+    present_PGN = present_BN.reshape(rewards_PGN.shape)
+    if not bool((rewards_PGN.isfinite() | ~present_PGN).all()):
+        raise ValueError("rewards of turns with tokens must be finite; got NaN or infinity")
+    # A prompt's responses at one turn are a group.
+    rewards_QG = rewards_PGN.transpose(1, 2).reshape(-1, group)
+    advantages_QG = _relative(rewards_QG, present_PGN.transpose(1, 2).reshape(-1, group), normalise)
+    advantages_BN = advantages_QG.reshape(prompts, turns, group).transpose(1, 2).reshape(-1, turns)
+    advantages_BT = advantages_BN.gather(1, turn_ids_BT.long().clamp(min=0))
+    return advantages_BT.masked_fill(turn_ids_BT < 0, 0)
+
+
 def equal_rewards(rewards_PG: Tensor) -> Tensor:
     """Whether the rewards of each group are equal up to rounding, bool [P]: such a group teaches nothing.
 
@@ -106,4 +143,18 @@ def _grouped(rewards: Tensor, group_size: int | None) -> Tensor:
     raise ValueError(
         f"rewards must be [P, G], or [P * G] with group_size = G, got shape {tuple(rewards.shape)} "
         f"and group_size {group_size}"
+    )
+
+
+def _grouped_turns(rewards: Tensor, group_size: int | None) -> Tensor:
+    """Rewards as [P, G, N] in float32 or wider."""
+    rewards = _as_float(rewards)
+    if rewards.ndim == 3 and group_size in (None, rewards.shape[1]) and rewards.shape[2]:
+        return rewards
+    has_turns = rewards.ndim == 2 and rewards.shape[1] > 0
+    if has_turns and group_size and group_size > 0 and len(rewards) % group_size == 0:
+        return rewards.reshape(-1, group_size, rewards.shape[1])
+    raise ValueError(
+        "rewards by turn must be [P, G, N], or [P * G, N] with group_size = G, got shape "
+        f"{tuple(rewards.shape)} and group_size {group_size}"
     )
