@@ -130,7 +130,9 @@ def matched(diagnosis: Diagnosis, dump: Dump, top: int) -> list[str]:
     lines.append(table(matches[:top]))
     if len(matches) > top:
         lines.append(f"  and {len(matches) - top} more (--top)")
-    lines += [f"{peer}: {settings}" for peer, settings in peer_settings(first).items()]
+    # A peer's settings give the documented part of a convention; its departure is no setting of theirs.
+    scope = " without the departure" if first.departures else ""
+    lines += [f"{peer}{scope}: {settings}" for peer, settings in peer_settings(first).items()]
     lines += [f"note: {note}" for note in notes(first)]
     reasons = why_indistinguishable(matches, dump)
     if len(matches) > 1:

@@ -86,6 +86,18 @@ def test_the_trap_of_gspo_under_token_mean(tmp_path, verl_gspo, capsys):
     assert "note: GSPO (Eq. 5) averages over responses" in out
 
 
+def test_settings_of_peers_are_said_to_lack_the_departure(tmp_path, verl_gspo, capsys):
+    np.savez(tmp_path / "flipped.npz", **as_numpy(verl_gspo | {"loss": -verl_gspo["loss"]}))
+    assert main([str(tmp_path / "flipped.npz")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("as given    × -1") for line in lines)
+    settings = [line for line in lines if line.startswith(("TRL", "verl"))]
+    assert settings == [
+        'TRL without the departure: loss_type="grpo", importance_sampling_level="sequence"',
+        "verl without the departure: policy_loss.loss_mode=gspo, loss_agg_mode=seq-mean-token-mean",
+    ]
+
+
 def test_nothing_matches(tmp_path, verl_gspo, capsys):
     np.savez(tmp_path / "odd.npz", **as_numpy(verl_gspo | {"loss": verl_gspo["loss"] * 1.0009}))
     assert main([str(tmp_path / "odd.npz")]) == 1
