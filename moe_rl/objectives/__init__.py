@@ -52,7 +52,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def get_objective(name: str, **options: Any) -> Objective:
     """The objective of that name, its hyper-parameters set by `options`.
 
-    Raises ValueError on an unknown name or option, a value out of range, or a required option left out.
+    Raises ValueError on an unknown name or option, a value out of range, or a required option left out, and
+    TypeError on a value of another type.
     """
     if name not in OBJECTIVES:
         raise ValueError(f"unknown objective {name!r}; known: {', '.join(OBJECTIVES)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.options import check_group_size
+
 # (degrees of freedom taken off for the standard deviation, epsilon added to it)
 _STD_CONVENTIONS = {
     "paper": (1, 0.0),
@@ -30,7 +32,8 @@ def group_advantages(rewards: Tensor, group_size: int | None = None, *, normalis
       "leave-one-out"  r - mean of the others (RLOO, 2402.14740) = (r - mean) G / (G - 1)
     A group whose rewards are equal up to rounding (equal_rewards), and so a group of one, gets exactly 0
     under every convention (verl instead passes the reward of a group of one through as its advantage).
-    Raises ValueError on an unknown convention, a wrong shape, or rewards that are not finite.
+    Raises ValueError on an unknown convention, a wrong shape, or rewards that are not finite; TypeError on a
+    group_size that is no integer.
     """
     _check_normalise(normalise)
     grouped_PG = _grouped(rewards, group_size)
@@ -133,12 +136,13 @@ def _as_float(rewards: Tensor) -> Tensor:
 
 def _grouped(rewards: Tensor, group_size: int | None) -> Tensor:
     """Rewards as [P, G] in float32 or wider."""
+    check_group_size(group_size)
     rewards = _as_float(rewards)
     if rewards.ndim == 2:
         if group_size not in (None, rewards.shape[1]):
             raise ValueError(f"rewards [P, G] are {tuple(rewards.shape)} but group_size is {group_size}")
         return rewards
-    if rewards.ndim == 1 and group_size and group_size > 0 and len(rewards) % group_size == 0:
+    if rewards.ndim == 1 and group_size and len(rewards) % group_size == 0:
         return rewards.reshape(-1, group_size)
     raise ValueError(
         f"rewards must be [P, G], or [P * G] with group_size = G, got shape {tuple(rewards.shape)} "
@@ -148,11 +152,12 @@ def _grouped(rewards: Tensor, group_size: int | None) -> Tensor:
 
 def _grouped_turns(rewards: Tensor, group_size: int | None) -> Tensor:
     """Rewards as [P, G, N] in float32 or wider."""
+    check_group_size(group_size)
     rewards = _as_float(rewards)
     if rewards.ndim == 3 and group_size in (None, rewards.shape[1]) and rewards.shape[2]:
         return rewards
     has_turns = rewards.ndim == 2 and rewards.shape[1] > 0
-    if has_turns and group_size and group_size > 0 and len(rewards) % group_size == 0:
+    if has_turns and group_size and len(rewards) % group_size == 0:
         return rewards.reshape(-1, group_size, rewards.shape[1])
     raise ValueError(
         "rewards by turn must be [P, G, N], or [P * G, N] with group_size = G, got shape "

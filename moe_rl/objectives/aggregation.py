@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,11 @@ def aggregate(
     micro-batch of it: the results of the micro-batches then add up to the mini-batch's. A sequence without
     response tokens counts in `sequences` and contributes 0, as in TRL (verl leaves it out of the divisor).
     Nothing but padding gives 0, still attached to the graph. `length_divisor` is a number of tokens, used by
-    seq-mean-token-sum-norm alone. Raises ValueError on an unknown mode or a missing divisor.
+    seq-mean-token-sum-norm alone. Raises ValueError on an unknown mode, a missing divisor
+    or a count that is not positive.
     """
     check_aggregation(mode, length_divisor)
+    check_counts(sequences, tokens)
     if mode == "token-mean":
         divisor = mask_BT.sum().clamp(min=1) if tokens is None else tokens
         return masked(values_BT, mask_BT).sum() / divisor
@@ -67,3 +71,10 @@ def check_aggregation(mode: str, length_divisor: float | None) -> None:
         raise ValueError(
             f"length_divisor={length_divisor} has no use under aggregation {mode!r}: leave it out"
         )
+
+
+def check_counts(sequences: float | None, tokens: float | None) -> None:
+    """ValueError unless the counts of the mini-batch are positive and finite, where given."""
+    for name, count in (("sequences", sequences), ("tokens", tokens)):
+        if count is not None and not 0 < count < math.inf:  # NaN fails too
+            raise ValueError(f"{name} counts the whole mini-batch and must be positive, got {count}")

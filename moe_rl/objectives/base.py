@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_rl.objectives.aggregation import aggregate, check_aggregation, masked
 from moe_rl.objectives.batch import Batch, masked_float, prepare_batch
 from moe_rl.objectives.metrics import policy_metrics, to_floats
+from moe_rl.objectives.options import check_option_types
 from moe_rl.objectives.regularisers import KL_ESTIMATORS, kl_estimate
 
 
@@ -45,12 +46,13 @@ class Objective:
     needs: ClassVar[tuple[str, ...]] = ()  # keyword tensors [B, T] that the call must be given
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         check_aggregation(self.aggregation, self.length_divisor)
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"unknown kl_estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
         for option in fields(self):
             value = getattr(self, option.name)
-            if isinstance(value, float | int) and not value >= 0:  # NaN fails too
+            if value is not None and not isinstance(value, str) and not value >= 0:  # NaN fails too
                 raise ValueError(f"{option.name} must be a number >= 0, got {value}")
 
     def surrogate(self, batch: Batch, tensors: dict[str, Tensor]) -> Surrogate:

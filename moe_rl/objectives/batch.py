@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.aggregation import check_counts
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -50,9 +52,7 @@ def prepare_batch(
                 f"got {tuple(advantages.shape)}"
             )
         advantages = advantages[:, None].expand_as(logp_BT)
-    for name, count in (("sequences", sequences), ("tokens", tokens)):
-        if count is not None and count <= 0:
-            raise ValueError(f"{name} counts the whole mini-batch and must be positive, got {count}")
+    check_counts(sequences, tokens)
     logp_BT = masked_float("logp_BT", logp_BT, mask_BT)
     old_logp_BT = masked_float("old_logp_BT", old_logp_BT.detach(), mask_BT).to(logp_BT.dtype)
     return Batch(

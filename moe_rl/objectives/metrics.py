@@ -52,7 +52,7 @@ def policy_metrics(batch: Batch, clipped_BT: Tensor, outside_BT: Tensor) -> dict
         **_spread("ratio/sequence", log_mean_S),
         # What sequence weights would be without the length normalisation: products, kept in log space.
         "ratio/product_log_std": log_sum_S.std(correction=0),
-        "ratio/product_ess": _effective_share(log_sum_S),
+        "ratio/product_ess": effective_share(log_sum_S),
     }
     return to_floats(values)
 
@@ -66,7 +66,7 @@ def _spread(name: str, log_ratio: Tensor) -> dict[str, Tensor]:
         f"{name}_min": ratio[0],
         f"{name}_max": ratio[-1],
         **{f"{name}_q{percent:02d}": _quantile(ratio, percent / 100) for percent in QUANTILES},
-        f"{name}_ess": _effective_share(log_ratio),
+        f"{name}_ess": effective_share(log_ratio),
     }
 
 
@@ -78,7 +78,7 @@ def _quantile(ascending: Tensor, share: float) -> Tensor:
     return torch.lerp(ascending[below], ascending[above], position - below)
 
 
-def _effective_share(log_weight: Tensor) -> Tensor:
+def effective_share(log_weight: Tensor) -> Tensor:
     """(sum w)² / (n sum w²) in (0, 1], from log w, finite however large the weights."""
     log_size = 2 * log_weight.logsumexp(0) - (2 * log_weight).logsumexp(0)
     return log_size.exp() / len(log_weight)

@@ -21,7 +21,8 @@ from torch import Tensor
 from moe_rl.objectives.aggregation import masked, sequence_mean
 from moe_rl.objectives.base import token_mean
 from moe_rl.objectives.batch import check_mask, masked_float
-from moe_rl.objectives.metrics import to_floats
+from moe_rl.objectives.metrics import effective_share, to_floats
+from moe_rl.objectives.options import check_option_types
 
 LEVELS = ("token", "sequence", "geometric")
 ACTIONS = ("truncate", "zero", "reject")
@@ -43,8 +44,10 @@ class MismatchCorrection:
     level: "token" looks at w_t, "sequence" at the product of a response's w_t, "geometric" at their
     geometric mean. action: "truncate" multiplies by the ratio held within the bounds, "zero" by the ratio
     where it lies within them and by 0 elsewhere (the token still counts in the loss's divisor), "reject"
-    takes the tokens or responses outside off the mask and weights the rest by 1. high may be infinite.
-    Raises ValueError on an unknown level or action, or bounds that are not 0 <= low < high.
+    takes the tokens or responses outside off the mask and weights the rest by 1. high may be infinite; a call
+    whose weights then overflow raises ValueError.
+    Raises ValueError on an unknown level or action, or bounds that are not 0 <= low < high; TypeError on
+    options of another type.
     """
 
     level: str = "token"
@@ -53,6 +56,7 @@ class MismatchCorrection:
     high: float = 2.0
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         if self.level not in LEVELS or self.action not in ACTIONS:
             raise ValueError(
                 f"level must be one of {', '.join(LEVELS)} and action one of {', '.join(ACTIONS)}, "
@@ -66,6 +70,7 @@ class MismatchCorrection:
         """Weights, mask and metrics for log-probabilities [B, T] in nats under pi_old and the sampler mu.
 
         Bounds are compared in log space, so that products of 32,768 ratios neither overflow nor need a clamp.
+        Raises ValueError where a weight below an infinite bound overflows.
         """
         mask_BT = check_mask(mask_BT, old_logp_BT.shape)
         log_ratio_BT = _log_ratio(old_logp_BT, sampler_logp_BT, mask_BT)
@@ -80,11 +85,18 @@ class MismatchCorrection:
             weights_BT = log_weight_BT.exp().masked_fill(~inside_BT, 0)
         else:
             weights_BT, kept_BT = torch.ones_like(log_weight_BT), mask_BT & inside_BT
+        if not bool(weights_BT.isfinite().all()):
+            raise ValueError(
+                f"a weight of exp({float(log_weight_BT.max()):.4g}) overflows under high = {self.high}: "
+                "give a finite bound"
+            )
         metrics = {}
         if self.action != "reject":
             # A response without tokens has the weight 1 of an empty product here, as in TRL.
             of_units = weights_BT[mask_BT] if self.level == "token" else weights_BT[:, :1]
-            metrics = to_floats({"mismatch/weight_mean_unit": of_units.sum() / max(of_units.numel(), 1)})
+            metrics = to_floats(
+                {"mismatch/weight_mean_unit": of_units.double().sum() / max(of_units.numel(), 1)}
+            )
         weights_BT = masked(weights_BT, kept_BT)
         metrics |= _correction_metrics(weights_BT, ~inside_BT, mask_BT)
         return Correction(weights_BT, kept_BT, metrics)
@@ -165,11 +177,12 @@ def _log_ratio(logp_BT: Tensor, sampler_logp_BT: Tensor, mask_BT: Tensor) -> Ten
 
 def _correction_metrics(weights_BT: Tensor, changed_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
     """Mean weight, effective sample size as a fraction, and the share of tokens and responses changed."""
-    first, second = token_mean(weights_BT, mask_BT), token_mean(weights_BT.square(), mask_BT)
+    weights_N = weights_BT[mask_BT].double()
+    share = effective_share(weights_N.log()) if bool((weights_N > 0).any()) else weights_N.new_zeros(())
     return to_floats(
         {
-            "mismatch/weight_mean": first,
-            "mismatch/weight_ess": torch.where(second > 0, first.square() / second, second),
+            "mismatch/weight_mean": token_mean(weights_BT.double(), mask_BT),
+            "mismatch/weight_ess": share,
             "mismatch/changed_frac_token": token_mean(changed_BT.double(), mask_BT),
             "mismatch/changed_frac_sequence": (changed_BT & mask_BT).any(dim=1).double().mean(),
         }

@@ -105,8 +105,10 @@ class MiniRL(Objective):
 def binary_kl(old_logp_BT: Tensor, logp_BT: Tensor) -> Tensor:
     """KL between the old and new chance of "this token or another", nats, from token log-probabilities.
 
-    1e-8 stands in for the chance of another token when it is smaller than that, as in verl.
+    1e-8 stands in for the chance of another token when it is smaller than that, as in verl. Rounding may put
+    a log-probability slightly above 0, where that chance would be negative: it counts as 0.
     """
+    old_logp_BT, logp_BT = old_logp_BT.clamp(max=0), logp_BT.clamp(max=0)
     old_other_BT, other_BT = -torch.expm1(old_logp_BT), -torch.expm1(logp_BT)
     same_BT = old_logp_BT.exp() * (old_logp_BT - logp_BT)
     return same_BT + old_other_BT * torch.log((old_other_BT + 1e-8) / (other_BT + 1e-8))

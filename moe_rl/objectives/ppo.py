@@ -60,20 +60,21 @@ def gae(
     rewards_BT, values_BT, mask_BT: [B, T]; tokens outside the mask are stepped over, so a prompt or a tool's
     text inside a response passes the next value through. Returns are advantages + values, before whitening.
     whiten scales advantages to mean 0 and sample standard deviation 1 over all response tokens; 1e-8 is added
-    to the variance, as in verl. Outside the mask both are 0. Raises ValueError or TypeError as objectives do.
+    to the variance, as in verl. Outside the mask both are 0, and rewards there are not read: the reward of a
+    response belongs on its last token inside the mask. Raises ValueError or TypeError as objectives do.
     """
     mask_BT = check_mask(mask_BT, rewards_BT.shape)
     rewards_BT = masked_float("rewards_BT", rewards_BT, mask_BT)
     values_BT = masked_float("values_BT", values_BT, mask_BT)
-    next_value_B = torch.zeros_like(values_BT[:, 0])
+    next_value_B = values_BT.new_zeros(len(values_BT))
     advantage_B = torch.zeros_like(next_value_B)
-    columns = []
+    advantages_BT = torch.zeros_like(values_BT)
     for t in reversed(range(rewards_BT.shape[1])):
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
         advantage_B = torch.where(mask_BT[:, t], delta_B + gamma * lam * advantage_B, advantage_B)
         next_value_B = torch.where(mask_BT[:, t], values_BT[:, t], next_value_B)
-        columns.append(advantage_B)
-    advantages_BT = torch.stack(columns[::-1], dim=1).masked_fill(~mask_BT, 0)
+        advantages_BT[:, t] = advantage_B
+    advantages_BT = advantages_BT.masked_fill(~mask_BT, 0)
     returns_BT = advantages_BT + values_BT
     if whiten:
         advantages_N = advantages_BT[mask_BT]

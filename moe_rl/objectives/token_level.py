@@ -79,6 +79,13 @@ class SAPO(Objective):
     tau_pos: float = 1.0
     tau_neg: float = 1.05
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.tau_pos > 0 and self.tau_neg > 0):
+            raise ValueError(
+                f"tau_pos and tau_neg divide and must be > 0, got {self.tau_pos} and {self.tau_neg}"
+            )
+
     def surrogate(self, batch: Batch, tensors: dict[str, Tensor]) -> Surrogate:
         tau_BT = torch.full_like(batch.advantages, self.tau_neg).masked_fill(
             batch.advantages > 0, self.tau_pos

@@ -108,3 +108,18 @@ def test_errors():
         MismatchCorrection(level="batch")
     with pytest.raises(ValueError, match="sampler_logp_BT must have"):
         get_mismatch_correction("token_tis")(OLD, SAMPLER[:, :2], MASK)
+
+
+def test_weights_that_overflow_are_refused():
+    old, sampler, mask = torch.zeros(1, 32_768), torch.full((1, 32_768), -20.0), torch.ones(1, 32_768)
+    for name in ("sequence_tis", "sequence_mis"):
+        with pytest.raises(ValueError, match="overflows under high = inf: give a finite bound"):
+            get_mismatch_correction(name, high=math.inf)(old, sampler, mask)
+    unbounded = get_mismatch_correction("token_tis", high=math.inf)(old, sampler, mask)
+    assert unbounded.metrics["mismatch/weight_mean"] == pytest.approx(math.exp(20), rel=1e-6)
+
+
+def test_great_weights_have_an_effective_share():
+    old = torch.tensor([[80.0, 80.0, 0.0, 0.0]])  # in float32 exp(80) is finite and its square is not
+    correction = get_mismatch_correction("token_tis", high=math.inf)(old, torch.zeros(1, 4), torch.ones(1, 4))
+    assert correction.metrics["mismatch/weight_ess"] == pytest.approx(0.5, abs=1e-12)

@@ -78,3 +78,12 @@ def test_minirl_by_hand(advantage, weights, value_and_gradient):
     assert gradient.flatten().tolist() == pytest.approx([-advantage * w for w in weights], abs=1e-12)
     assert loss.item() == pytest.approx(advantage * (weights[0] + 2 * weights[1]), abs=1e-12)
     assert metrics["clip_frac/token"] == (0 if advantage > 0 else 0.5)
+
+
+def test_binary_kl_of_a_log_probability_rounded_above_zero():
+    above = torch.tensor([1e-6], dtype=F64)
+    zero = torch.zeros(1, dtype=F64)
+    half = torch.tensor([math.log(0.5)], dtype=F64)
+    assert torch.equal(binary_kl(half, above), binary_kl(half, zero))
+    assert torch.equal(binary_kl(above, half), binary_kl(zero, half))
+    assert binary_kl(zero, half).item() == pytest.approx(math.log(2), abs=1e-6)

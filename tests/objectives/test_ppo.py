@@ -52,3 +52,16 @@ def test_value_loss_by_hand_and_mismatch_weights_leave_it_alone(value_and_gradie
     assert metrics["value/clip_frac"] == 0.5
     assert loss.item() == pytest.approx(-3 + 0.1 * (2.25 + 1) / 2 / 2, abs=1e-12)
     assert gradient.flatten().tolist() == pytest.approx([-1.5, -1.5], abs=1e-12)
+
+
+def test_gae_of_no_tokens():
+    empty = torch.zeros(3, 0)
+    advantages, returns = gae(empty, empty, empty.bool())
+    assert advantages.shape == returns.shape == (3, 0)
+
+
+def test_gae_reads_no_reward_outside_the_mask():
+    # The response ends at token 2: what stands on token 3 is nobody's.
+    moved = torch.tensor([[0.0, 0.0, 1.0, -5.0]], dtype=F64)
+    for ours, other in zip(gae(REWARDS, VALUES, MASK), gae(moved, VALUES, MASK), strict=True):
+        assert torch.equal(ours, other)
