@@ -15,6 +15,7 @@ from moe_rl.routing.drift import expert_change
 from moe_rl.routing.forcing import LayerForce, TraceRows
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
 from moe_rl.routing.gates import TopKGate
+from moe_rl.routing.recompute import CheckpointedCalls
 from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 from moe_rl.routing.variants import OldWeights, Threshold, Variant
@@ -74,11 +75,10 @@ class Replay:
         self._watch = ForwardWatch(model, [router.name for router in self._routers], self._begin, self._end)
         self._on_device: dict[torch.device, TraceRows] = {}
         self._passes: Counter[int] = Counter()
-        self._recomputed: Counter[int] = Counter()
+        self._calls = CheckpointedCalls()
         self._native: dict[int, Tensor] = {}
         self._used: dict[int, Tensor] = {}
         self._seen: set[int] = set()
-        self._checkpointed = False
         self._native_trace: RoutingTrace | None = None
         self._used_trace: RoutingTrace | None = None
         self.hits = 0
@@ -103,7 +103,7 @@ class Replay:
 
     @property
     def recomputes(self) -> int:
-        return self._recomputed.total()
+        return self._calls.recomputes
 
     @property
     def native(self) -> RoutingTrace:
@@ -150,9 +150,10 @@ class Replay:
         self._passes.clear()
         self._native.clear()
         self._used.clear()
-        self._checkpointed |= torch.is_grad_enabled() and _checkpoints(self._model)
+        self._calls.begin(_checkpoints(self._model))
 
     def _end(self, forward: Forward, output: Any) -> None:
+        self._calls.end(output)
         if len(self._native) == len(self._trace.layer_ids):
             self._native_trace = self._joined(self._native)
         if len(self._used) == len(self._trace.layer_ids):
@@ -168,10 +169,8 @@ class Replay:
     def _enter(self, r: int) -> LayerForce:
         """Look up which layer of the trace the call of router r is that begins now."""
         passes = self._layers[r]
-        if in_recompute():  # backward meets the passes of a looped model in reverse order
-            layer = passes[-1 - self._recomputed[r] % len(passes)]
-            self._recomputed[r] += 1
-            return self._force(r, layer)
+        if in_recompute():
+            return self._force(r, self._calls.repeated(r, passes))
         self._watch.require(self._routers[r].name)
         if self._passes[r] == len(passes):
             raise RoutingError(
@@ -179,6 +178,7 @@ class Replay:
             )
         layer = passes[self._passes[r]]
         self._passes[r] += 1
+        self._calls.called(r, layer)
         return self._force(r, layer)
 
     def _routed(self, r: int, gate: TopKGate) -> None:
@@ -218,11 +218,12 @@ class Replay:
         missed = [layer for at, layer in enumerate(self._trace.layer_ids) if at not in self._seen]
         if missed:
             raise RoutingError(f"no forward inside replay_routing reached the routers of layers {missed}")
-        if self._checkpointed and not self.recomputes:
+        missing, checkpointed = self._calls.missing()
+        if missing:
             raise RoutingError(
-                "gradient checkpointing is on and no layer was recomputed inside replay_routing: hold it "
-                "open until after backward(), or the recompute routes natively; use torch.no_grad() where no "
-                "backward follows"
+                f"{missing} of {checkpointed} forwards under gradient checkpointing were not recomputed "
+                "inside replay_routing: hold it open until after every backward(), or the recompute routes "
+                "natively; use torch.no_grad() where no backward follows"
             )
 
 
@@ -267,6 +268,9 @@ def _layer_table(routers: list[Router], trace: RoutingTrace) -> list[list[int]]:
 
 
 def _checkpoints(model: nn.Module) -> bool:
+    """Whether a layer is checkpointed, by transformers or by torch's checkpoint_wrapper."""
     return any(
-        getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules()
+        (getattr(module, "gradient_checkpointing", False) and module.training)
+        or hasattr(module, "_checkpoint_wrapped_module")
+        for module in model.modules()
     )

@@ -450,6 +450,43 @@ def test_replay_under_gradient_checkpointing(family, use_reentrant, record_prope
         assert differences(expected, checkpointed) == []
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_looped_model_whose_passes_are_recomputed_in_part(use_reentrant):
+    """No path leads from pass 0 of layer 1 to layer 2, so its first pass is never recomputed."""
+    model = build("inkling2_loop_text").train()
+    ids, mask = batch()
+
+    def loss() -> Tensor:
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return (logits.float().log_softmax(-1)[..., 5] * mask).sum()
+
+    with record_routing(model) as recorder, torch.no_grad():
+        loss()
+    trace = foreign(recorder.trace())
+    names = [name for name, _ in model.named_parameters() if ".layers.2.mlp." in name]
+    parameters = [model.get_parameter(name) for name in names]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names or not use_reentrant)
+    with replay_routing(model, trace):
+        expected = torch.autograd.grad(loss(), parameters)
+        twice = torch.autograd.grad(loss() + 2 * loss(), parameters)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+    def gradients(value: Tensor) -> list[Tensor]:
+        if not use_reentrant:
+            return list(torch.autograd.grad(value, parameters))
+        model.zero_grad()  # which reentrant checkpointing needs backward() for
+        value.backward()
+        return [parameter.grad.clone() for parameter in parameters]
+
+    with replay_routing(model, trace):
+        for _ in range(4):
+            for want, got in zip(expected, gradients(loss()), strict=True):
+                assert torch.allclose(want, got, rtol=1e-4, atol=1e-5)
+        for want, got in zip(twice, gradients(loss() + 2 * loss()), strict=True):
+            assert torch.allclose(want, got, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_joins_to_the_teacher_forced_recording(family):
     if family == "doge":

@@ -162,7 +162,7 @@ def test_leaving_before_the_checkpointed_backward_raises(build, batch, use_reent
     ids, mask = batch
     trace = record(model, ids, mask)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    with pytest.raises(RoutingError, match="until after backward"), replay_routing(model, trace):
+    with pytest.raises(RoutingError, match="until after every backward"), replay_routing(model, trace):
         model(input_ids=ids, attention_mask=mask)
     with replay_routing(model, trace), torch.no_grad():
         model(input_ids=ids, attention_mask=mask)
@@ -187,6 +187,49 @@ def test_several_forwards_before_one_backward(build, batch):
     for name, parameter in model.named_parameters():
         if name in expected[1]:
             assert torch.allclose(parameter.grad, 2 * expected[1][name], rtol=1e-5, atol=1e-7), name
+
+
+def token_loss(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return (logits.float().log_softmax(-1)[..., 5] * mask).sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_leaving_before_the_second_of_two_checkpointed_backwards_raises(build, batch, use_reentrant):
+    model = build("qwen3_moe").train()
+    trace = record(model, *batch)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    refused = pytest.raises(RoutingError, match=r"1 of 2 forwards .* until after every backward")
+    with refused, replay_routing(model, trace):
+        first, second = token_loss(model, *batch), token_loss(model, *batch)
+        (first if use_reentrant else second).backward()
+    with replay_routing(model, trace) as replay:
+        first, second = token_loss(model, *batch), token_loss(model, *batch)
+        first.backward()
+        second.backward()
+    assert replay.recomputes == 4
+
+
+@pytest.mark.parametrize("implementation", ["REENTRANT", "NO_REENTRANT"])
+def test_layers_that_the_user_checkpoints(build, batch, implementation):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    model = build("qwen3_moe").train()
+    trace = foreign(record(model, *batch))
+    with replay_routing(model, trace):
+        token_loss(model, *batch).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for at, layer in enumerate(model.model.layers):
+        model.model.layers[at] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl[implementation])
+    with replay_routing(model, trace):
+        token_loss(model, *batch).backward()
+    for name, parameter in model.named_parameters():
+        plain = name.replace("_checkpoint_wrapped_module.", "")
+        assert (parameter.grad is None) == (expected[plain] is None)
+        assert parameter.grad is None or torch.equal(parameter.grad, expected[plain])
+    with pytest.raises(RoutingError, match="1 of 1 forwards"), replay_routing(model, trace):
+        token_loss(model, *batch)
 
 
 def test_micro_batches(build, batch):
