@@ -103,6 +103,7 @@ def header(dump: Dump, diagnosis: Diagnosis) -> list[str]:
         f"tried {diagnosis.tried} conventions; a match is within {diagnosis.tolerance:.1e} of the loss and "
         "the terms that cancel in it",
     ]
+    lines += [f"WARNING: {doubt}" for doubt in dump.doubts]
     return lines + ([f"entries not used: {', '.join(dump.ignored)}"] if dump.ignored else [])
 
 

@@ -1,9 +1,11 @@
 """The command: files in, a table and an exit code out."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +130,46 @@ def test_rewards_beside_advantages(tmp_path, verl_gspo, capsys):
     assert "the advantages are the rewards under: trl, G=3" in capsys.readouterr().out
 
 
+def write_npz_claiming_a_huge_array(path, arrays):
+    """An archive whose logp is a header for 10^6 x 10^6 numbers and nothing behind it."""
+    np.savez(path, **{name: array for name, array in arrays.items() if name != "logp"})
+    header = io.BytesIO()
+    claim = {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)}
+    np.lib.format.write_array_header_1_0(header, claim)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("logp.npy", header.getvalue())
+
+
+def test_other_entries_are_left_alone_whatever_they_hold(tmp_path, verl_gspo, capsys):
+    others = {
+        "run": np.array("name"),
+        "when": np.array("2025-07-25", "M8[D]"),
+        "pair": np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]),
+        "pickled": np.array([{}], dtype=object),
+    }
+    np.savez(tmp_path / "more.npz", **as_numpy(verl_gspo), **others)
+    assert main([str(tmp_path / "more.npz")]) == 0
+    assert "entries not used: pair, pickled, run, when" in capsys.readouterr().out
+
+
+def test_big_endian_arrays_and_unsigned_masks(tmp_path, verl_gspo, capsys):
+    swapped = {
+        name: array.astype(array.dtype.newbyteorder(">")) for name, array in as_numpy(verl_gspo).items()
+    }
+    np.savez(tmp_path / "big.npz", **(swapped | {"mask": swapped["mask"].astype(">u2")}))
+    assert main([str(tmp_path / "big.npz")]) == 0
+    assert "gspo clip 0.0003/0.0004  seq-mean-token-mean" in capsys.readouterr().out
+
+
+def test_log_probabilities_above_zero_are_doubted(tmp_path, verl_gspo, capsys):
+    moved = {name: verl_gspo[name] + 9 for name in ("logp", "old_logp")}  # ratios, and so the loss, stay
+    np.savez(tmp_path / "above.npz", **as_numpy(verl_gspo | moved))
+    assert main([str(tmp_path / "above.npz")]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert [line.split()[1] for line in warnings] == ["logp", "old_logp"]
+    assert "is above 0 at 34 response tokens" in warnings[0]
+
+
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
@@ -142,12 +184,32 @@ def test_rewards_beside_advantages(tmp_path, verl_gspo, capsys):
         (
             "object.npz",
             lambda path, e: np.savez(path, **(as_numpy(e) | {"loss": np.array([{}], dtype=object)})),
-            "holds something other than numeric arrays",
+            "object.npz: loss cannot be read: Object arrays cannot be loaded",
         ),
         (
             "text.npz",
-            lambda path, e: np.savez(path, **as_numpy(e), run=np.array("name")),
-            "holds something other than numeric arrays",
+            lambda path, e: np.savez(path, **(as_numpy(e) | {"mask": np.full((6, 9), "1")})),
+            "text.npz: mask must be a numeric array, got <U1",
+        ),
+        (
+            "dates.npz",
+            lambda path, e: np.savez(path, **(as_numpy(e) | {"loss": np.array("2025-07-25", "M8[D]")})),
+            "dates.npz: loss must be a numeric array, got datetime64[D]",
+        ),
+        (
+            "long.npz",
+            lambda path, e: np.savez(path, **(as_numpy(e) | {"logp": e["logp"].numpy().astype("g")})),
+            "long.npz: logp: no tensor can hold float128",
+        ),
+        (
+            "huge.npz",
+            lambda path, e: write_npz_claiming_a_huge_array(path, as_numpy(e)),
+            "huge.npz: logp claims more numbers than memory holds",
+        ),
+        (
+            "group.npz",
+            lambda path, e: np.savez(path, **as_numpy(e), group_size=np.array(2.4)),
+            "group_size must divide the 6 responses, got 2.4",
         ),
         (
             "short.npz",

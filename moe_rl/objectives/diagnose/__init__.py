@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from moe_rl.objectives.diagnose.choices import Settings
-from moe_rl.objectives.diagnose.dump import Dump, DumpError, make_dump, read_dump
+from moe_rl.objectives.diagnose.dump import Dump, make_dump, read_dump
 from moe_rl.objectives.diagnose.explain import peer_settings, why_indistinguishable
+from moe_rl.objectives.diagnose.files import DumpError
 from moe_rl.objectives.diagnose.search import Diagnosis, Match, diagnose, reproduce_advantages
 
 __all__ = [

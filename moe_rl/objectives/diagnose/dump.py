@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
+
+from moe_rl.objectives.diagnose.files import DumpError, read_entries
 
 # Our name of each entry, and the names that TRL and verl give the same tensor.
 ALIASES = {
@@ -28,8 +27,11 @@ ALIASES = {
     "group_size": ("num_generations",),
     "clip_frac": (),
 }
+OUR_NAMES = {alias: name for name, aliases in ALIASES.items() for alias in (name, *aliases)}
 REQUIRED = ("logp", "old_logp", "mask", "loss")
-PER_TOKEN = ("logp", "old_logp", "ref_logp", "sampler_logp", "entropy", "router_shift")
+LOG_PROBABILITIES = ("logp", "old_logp", "ref_logp", "sampler_logp")
+PER_TOKEN = (*LOG_PROBABILITIES, "entropy", "router_shift")
+ROUNDED_ABOVE_ZERO = 1e-4  # nats; a log-softmax in low precision may end this far above 0
 # How far a right recomputation may be off, relative to |loss| plus the responses' parts in quadrature.
 # float64: verl adds 1e-8 to its divisors. float32: sums over many tokens. The others: one unit of rounding.
 TOLERANCES = {
@@ -38,10 +40,6 @@ TOLERANCES = {
     torch.float16: 2.0**-10,
     torch.bfloat16: 2.0**-8,
 }
-
-
-class DumpError(ValueError):
-    """The dump cannot be used: what was expected, what came, and what to do, in one line."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ class Dump:
     loss_dtype: torch.dtype = torch.float64  # the precision that the loss was computed in
     value_dtype: torch.dtype = torch.float64  # the coarsest precision of the tensors behind it
     ignored: tuple[str, ...] = ()  # entries of the file that have no meaning here
+    doubts: tuple[str, ...] = ()  # what looks wrong with the numbers, a sentence each
 
     @property
     def tolerances(self) -> tuple[float, ...]:
@@ -74,33 +73,21 @@ class Dump:
 def read_dump(path: str | Path) -> Dump:
     """A dump from .safetensors or .npz, never a pickle; DumpError where the file or an entry does not fit."""
     path = Path(path)
-    if not path.is_file():
-        raise DumpError(f"{path}: no such file")
+    entries, unread = read_entries(path, OUR_NAMES.keys())
     try:
-        if path.suffix == ".safetensors":
-            return make_dump(load_file(path))
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                return make_dump({name: torch.from_numpy(np.array(archive[name])) for name in archive.files})
-    except (SafetensorError, zipfile.BadZipFile, OSError, EOFError) as error:
-        raise DumpError(f"{path}: not a readable {path.suffix} file: {error}") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, DumpError):
-            raise DumpError(f"{path}: {error}") from error
-        raise DumpError(f"{path}: holds something other than numeric arrays: {error}") from error
-    raise DumpError(
-        f"{path}: expected .safetensors or .npz (a pickle is never read): save the tensors with "
-        "safetensors.torch.save_file or numpy.savez"
-    )
+        return make_dump(entries, unread)
+    except DumpError as error:
+        raise DumpError(f"{path}: {error}") from error
 
 
-def make_dump(entries: Mapping[str, Tensor]) -> Dump:
+def make_dump(entries: Mapping[str, Tensor], unread: tuple[str, ...] = ()) -> Dump:
     """A checked Dump from tensors under our names or under TRL's and verl's; DumpError where one is amiss.
 
     logp, old_logp, ref_logp, sampler_logp, entropy, router_shift: [B, T]. mask: [B, T] of 0 and 1. loss,
     clip_frac, group_size: scalars. advantages: [B] or [B, T]. rewards: [B], [P, G] or, per token, [B, T].
+    unread: names of a file's other entries.
     """
-    found, ignored = _by_our_names(entries)
+    found, ignored = _by_our_names(entries, unread)
     logp = found["logp"]
     if logp.ndim != 2:
         raise DumpError(
@@ -109,9 +96,7 @@ def make_dump(entries: Mapping[str, Tensor]) -> Dump:
     mask = _mask(found["mask"], logp.shape)
     tensors = {name: _per_token(name, found[name], mask) for name in PER_TOKEN if name in found}
     _check_router_shift(tensors.get("router_shift"), mask)
-    group_size = round(_scalar("group_size", found["group_size"])) if "group_size" in found else None
-    if group_size is not None and (group_size < 1 or len(mask) % group_size):
-        raise DumpError(f"group_size must divide the {len(mask)} responses, got {group_size}")
+    group_size = _group_size(found["group_size"], len(mask)) if "group_size" in found else None
     coarse = [_precision(found[name][mask]) for name in ("logp", "old_logp")]
     coarse += [found["advantages"].dtype] if "advantages" in found else []
     return Dump(
@@ -130,14 +115,16 @@ def make_dump(entries: Mapping[str, Tensor]) -> Dump:
         loss_dtype=_loss_dtype(found["loss"]),
         value_dtype=max(coarse, key=lambda dtype: TOLERANCES.get(dtype, 0.0)),
         ignored=ignored,
+        doubts=_doubts({name: tensors[name][mask] for name in LOG_PROBABILITIES if name in tensors}),
     )
 
 
-def _by_our_names(entries: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    ours = {alias: name for name, aliases in ALIASES.items() for alias in (name, *aliases)}
+def _by_our_names(
+    entries: Mapping[str, Tensor], unread: tuple[str, ...]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     found: dict[str, Tensor] = {}
     for given, tensor in entries.items():
-        name = ours.get(given)
+        name = OUR_NAMES.get(given)
         if name in found:
             raise DumpError(f"{name} is there twice, once as {given}: keep one")
         if name is not None:
@@ -147,10 +134,10 @@ def _by_our_names(entries: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tup
     if missing:
         hint = "; a trainer that keeps no old_logp used logp itself: save it twice"
         raise DumpError(
-            f"missing {', '.join(missing)}; got {', '.join(sorted(entries)) or 'nothing'}"
+            f"missing {', '.join(missing)}; got {', '.join(sorted([*entries, *unread])) or 'nothing'}"
             + (hint if "old_logp" in missing else "")
         )
-    return found, tuple(sorted(entries.keys() - ours.keys()))
+    return found, tuple(sorted({*entries, *unread} - OUR_NAMES.keys()))
 
 
 def _mask(mask: Tensor, shape: torch.Size) -> Tensor:
@@ -172,6 +159,26 @@ def _per_token(name: str, values: Tensor, mask: Tensor) -> Tensor:
     if bad:
         raise DumpError(f"{name} is NaN or infinite at {bad} response tokens: the dump or the mask is wrong")
     return values.double()
+
+
+def _doubts(log_probabilities: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """What is odd about log-probabilities at response tokens, though a loss can be computed from it."""
+    found = []
+    for name, values_N in log_probabilities.items():
+        above = int((values_N > ROUNDED_ABOVE_ZERO).sum())
+        if above:
+            found.append(
+                f"{name} is above 0 at {above} response tokens, up to {float(values_N.max()):.4g}: "
+                "log-probabilities in nats are not; are these probabilities, or negated?"
+            )
+    return tuple(found)
+
+
+def _group_size(value: Tensor, rows: int) -> int:
+    group_size = _scalar("group_size", value)
+    if not group_size.is_integer() or group_size < 1 or rows % group_size:
+        raise DumpError(f"group_size must divide the {rows} responses, got {group_size:g}")
+    return int(group_size)
 
 
 def _check_router_shift(gamma_BT: Tensor | None, mask: Tensor) -> None:
