@@ -58,6 +58,7 @@ class TopKGate(TorchFunctionMode):
         self.output: Any = None
         self._masked: Tensor | None = None
         self._unmasked: Tensor | None = None
+        self._group_scores: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -102,10 +103,16 @@ class TopKGate(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _MASKED_FILL and self._is_scores(out):
             self._masked, self._unmasked = out, args[0]
+        if func in _MAX and isinstance(out, tuple):
+            self._group_scores = out[0]
         return out
 
     def _topk(self, func: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
         if k != self.top_k or not self._is_scores(input) or dim % input.dim() != input.dim() - 1:
+            return func(input, k, dim, **options)
+        if (
+            input is self._group_scores
+        ):  # DeepSeek-V2 with as many groups as experts: which groups, not experts
             return func(input, k, dim, **options)
         if self.force is None:
             native = func(input, k, dim, **options)

@@ -289,6 +289,7 @@ def test_a_foreign_trace_is_followed(family, dtype):
         ("deepseek_v3", dict(norm_topk_prob=False, num_experts_per_tok=4, topk_group=2)),
         ("deepseek_v2", dict(topk_method="greedy")),
         ("deepseek_v2", dict(num_experts_per_tok=4)),
+        ("deepseek_v2", dict(n_group=8, topk_group=2)),  # its groups are a top-2 of 8 as well
         ("glm4_moe", dict(n_group=1)),
         ("qwen3_moe", dict(norm_topk_prob=True, num_experts_per_tok=8)),
         ("cohere2_moe", dict(expert_selection_fn="sigmoid", norm_topk_prob=True)),
