@@ -51,7 +51,7 @@ class RoutingTrace:
     source: str | None = None
     weights_version: int | None = None
     token_hash: Tensor | None = None
-    _validated: bool = field(init=False, repr=False, default=False)
+    _checked: tuple[int, int] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(int(layer) for layer in self.layer_ids))
@@ -196,7 +196,7 @@ class RoutingTrace:
                 )
 
     def validate(self) -> RoutingTrace:
-        """Check the ids of valid rows once, and return the trace.
+        """Check the ids of valid rows once, and again when they were changed in place; return the trace.
 
         Raises RoutingError for an id outside [0, E), an expert chosen twice by one token, and a layer that is
         zero throughout with K > 1 (what a capture that never ran leaves behind).
@@ -243,8 +243,21 @@ class RoutingTrace:
         return derived._trusted() if self._validated else derived
 
     def _trusted(self) -> RoutingTrace:
-        object.__setattr__(self, "_validated", True)
+        object.__setattr__(self, "_checked", _versions(self.experts, self.valid))
         return self
+
+    @property
+    def _validated(self) -> bool:
+        """Whether the ids were checked, and neither tensor was changed in place since."""
+        return self._checked is not None and self._checked == _versions(self.experts, self.valid)
+
+
+def _versions(experts: Tensor, valid: Tensor) -> tuple[int, int]:
+    # Tensors made in inference mode count no changes: they cannot be changed outside it.
+    experts_version, valid_version = (
+        -1 if tensor.is_inference() else tensor._version for tensor in (experts, valid)
+    )
+    return experts_version, valid_version
 
 
 def _is_bool(tensor: Tensor) -> bool:

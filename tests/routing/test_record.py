@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from moe_rl.routing import RoutingError, RoutingTrace, find_routers, has_routers, record_routing
+from moe_rl.routing import (
+    RoutingError,
+    RoutingTrace,
+    find_routers,
+    has_routers,
+    record_routing,
+    replay_routing,
+)
 
 
 def teacher_forced(model, sequences, mask) -> RoutingTrace:
@@ -216,3 +223,15 @@ def test_a_dense_model_has_no_routing():
         record_routing(model)
     with pytest.raises(RoutingError, match="Linear has no MoE layer"):
         record_routing(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_recorded_trace_edited_in_place_is_checked_before_replay(build, batch, mode):
+    model = build("qwen3_moe")
+    ids, mask = batch
+    with record_routing(model) as recorder, mode():
+        model(input_ids=ids, attention_mask=mask)
+    trace = recorder.trace()
+    trace.experts[0, 0, 0, :] = 3
+    with pytest.raises(RoutingError, match="same expert twice in layer 1"):
+        replay_routing(model, trace)

@@ -161,3 +161,17 @@ def test_rows_are_joined_along_tokens():
     assert RoutingTrace.cat([trace.for_tokens(torch.zeros(4, 6))] * 2, dim=1).token_hash is None
     with pytest.raises(RoutingError, match="B = 4 and 3 cannot be joined along T"):
         RoutingTrace.cat([trace, trace[:3]], dim=1)
+
+
+def test_what_was_changed_in_place_is_checked_again():
+    experts = torch.tensor([[[[0, 1]], [[5, 5]]]])  # the second row is not valid and may hold anything
+    trace = RoutingTrace(experts, torch.tensor([[True, False]]), (0,), 4).validate()
+    part = trace[:]
+    trace.experts[0, 0] = torch.tensor([3, 3])
+    for changed in (trace, part, trace[:]):
+        with pytest.raises(RoutingError, match="same expert twice in layer 0"):
+            changed.validate()
+    trace.experts[0, 0] = torch.tensor([3, 0])
+    trace.validate().valid.fill_(True)
+    with pytest.raises(RoutingError, match="layer 0 holds 0 to 5"):
+        trace.validate()
