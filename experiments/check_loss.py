@@ -21,6 +21,7 @@ from moe_rl.objectives.diagnose import (
     peer_settings,
     read_dump,
     reproduce_advantages,
+    solve_clip_width,
     why_indistinguishable,
 )
 from moe_rl.objectives.diagnose.explain import notes, peer_counts
@@ -161,6 +162,23 @@ def unmatched(diagnosis: Diagnosis, dump: Dump) -> list[str]:
     return [*lines, *counts(first, dump)]
 
 
+def clip_range_lines(diagnosis: Diagnosis, dump: Dump, settings: Settings) -> list[str]:
+    """What another clip range would explain, where no documented one explains loss and clip_frac."""
+    first = diagnosis.matches[0] if diagnosis.matches else None
+    disagrees = dump.clip_frac is not None and not (first and agreeing_counts(first.counts, dump.clip_frac))
+    if settings.clip is not None or (first is not None and not disagrees):
+        return []
+    solved = solve_clip_width(dump, settings)[:3]
+    if not solved:
+        return ["no one clip width of GRPO or GSPO gives this loss" + (" and clip_frac" if disagrees else "")]
+    proof = (
+        "and the dump's clip_frac with it: another clip range is the likely difference"
+        if dump.clip_frac is not None
+        else "but one width always fits one number: a lead, to hold against the trainer's configuration"
+    )
+    return [f"a clip range of its own gives the loss, {proof}:", table(solved)]
+
+
 def advantage_lines(dump: Dump, settings: Settings) -> list[str]:
     """Which convention makes the dump's advantages of its rewards, where it has both."""
     tolerance = 10 * max(dump.tolerances)
@@ -183,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     diagnosis = diagnose(dump, settings)
     found = matched(diagnosis, dump, top) if diagnosis.matches else unmatched(diagnosis, dump)
+    found += clip_range_lines(diagnosis, dump, settings)
     print("\n".join([*header(dump, diagnosis), *found, *advantage_lines(dump, settings)]))
     return 0 if diagnosis.matches else 1
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -106,7 +107,40 @@ def test_nothing_matches(tmp_path, verl_gspo, capsys):
     out = capsys.readouterr().out
     assert "NO MATCH" in out
     assert "the loss is 1.0009 times the first" in out
-    assert "9.0e-04  gspo clip 0.0003/0.0004  seq-mean-token-mean" in out
+    assert re.search("9.0e-04  gspo clip 0.0003/0.0004 +seq-mean-token-mean", out)
+
+
+def grpo_loss(entries, low, high):
+    """(token-mean loss of the clipped objective, clip fraction by token), in float64."""
+    mask, advantages = entries["mask"].double(), entries["advantages"].double()[:, None]
+    ratio = ((entries["logp"] - entries["old_logp"]).double() * mask).exp()
+    bounded = ratio.clamp(1 - low, 1 + high) * advantages
+    clipped = (bounded < ratio * advantages) & (mask > 0)
+    loss = -(torch.minimum(ratio * advantages, bounded) * mask).sum() / mask.sum()
+    return loss, clipped.sum() / mask.sum()
+
+
+def test_a_round_clip_range_of_ones_own_is_found(tmp_path, verl_gspo, capsys):
+    loss, _ = grpo_loss(verl_gspo, 0.15, 0.15)
+    np.savez(tmp_path / "round.npz", **as_numpy(verl_gspo | {"loss": loss}))
+    assert main([str(tmp_path / "round.npz")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"grpo clip 0.15/0.15 +token-mean +as given +grpo clip 0.15/0.15", out)
+    assert "note: this clip range was guessed from the loss" in out
+
+
+def test_a_clip_width_is_solved_for(tmp_path, verl_gspo, capsys):
+    loss, clip_frac = grpo_loss(verl_gspo, 0.137, 0.137)
+    np.savez(tmp_path / "odd.npz", **as_numpy(verl_gspo | {"loss": loss}))
+    assert main([str(tmp_path / "odd.npz")]) == 1
+    out = capsys.readouterr().out
+    assert "a clip range of its own gives the loss, but one width always fits one number" in out
+    assert re.search("grpo clip 0.137/0.137 +token-mean", out)
+    np.savez(tmp_path / "odd.npz", **as_numpy(verl_gspo | {"loss": loss, "clip_frac": clip_frac}))
+    assert main([str(tmp_path / "odd.npz")]) == 1
+    out = capsys.readouterr().out
+    assert "and the dump's clip_frac with it: another clip range is the likely difference" in out
+    assert re.search("grpo clip 0.137/0.137 +token-mean", out)
 
 
 def test_a_dump_that_cannot_tell(tmp_path, verl_gspo, capsys):

@@ -15,6 +15,7 @@ from moe_rl.objectives.diagnose import (
     make_dump,
     peer_settings,
     reproduce_advantages,
+    solve_clip_width,
     why_indistinguishable,
 )
 from moe_rl.objectives.diagnose.explain import notes, peer_counts
@@ -607,3 +608,44 @@ def test_all_advantages_zero(entries):
     dump = make_dump(pick(entries) | {"advantages": torch.zeros(ROWS), "loss": torch.tensor(0.0)})
     reasons, _ = reasons_of(dump)
     assert "the loss is 0" in reasons
+
+
+def test_dpo_is_recognised(entries):
+    """-mean over pairs of log sigmoid(beta (h_w - h_l)), the better of two neighbours by advantage."""
+    reward = ((entries["logp"] - entries["ref_logp"]) * entries["mask"]).sum(1).reshape(4, 2)
+    better = entries["advantages"].reshape(4, 2).diff(dim=1)[:, 0] < 0
+    margin = torch.where(better, 1, -1) * (reward[:, 0] - reward[:, 1])
+    for beta, departures in ((0.1, ()), (0.3, ("dpo beta 0.3",))):
+        loss = torch.nn.functional.softplus(-beta * margin).mean()
+        dump = make_dump(pick(entries, "advantages", "ref_logp") | {"loss": loss})
+        first = diagnose(dump).matches[0]
+        assert (first.unit.policy.name, first.departures) == (f"dpo beta {beta:g}", departures)
+    assert peer_settings(first) == {"TRL": 'DPOTrainer, loss_type="sigmoid", beta=0.3'}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_contrastive_is_recognised(entries, known):
+    mask = entries["mask"]
+    score = (((entries["logp"] - entries["old_logp"]) * mask).sum(1) / mask.sum(1)).reshape(2, GROUP)
+    centred = score - score.mean(1, keepdim=True)
+    loss = -torch.sigmoid(centred * entries["advantages"].reshape(2, GROUP)).sum(1).mean()
+    dump = pick(entries, "advantages") | {"loss": loss}
+    dump |= {"group_size": torch.tensor(GROUP)} if known else {}
+    first = diagnose(make_dump(dump)).matches[0]
+    assert (first.unit.policy.name, first.departures) == ("contrastive beta 1 G=4", ())
+    assert first.aggregation.name == STM
+
+
+def test_an_odd_number_of_rows_has_no_pairs(entries):
+    dump = {name: value[:7] for name, value in pick(entries, "advantages", "ref_logp").items()}
+    assert not diagnose(make_dump(dump | {"loss": torch.tensor(0.123456)})).matches
+
+
+def test_the_clip_width_that_is_solved_for(entries):
+    """The loss falls as the interval widens, so that one width fits; clip_frac picks the convention."""
+    loss = tm(per_token(entries, 0.137, 0.137), entries["mask"])
+    dump = pick(entries, "advantages") | {"loss": loss}
+    found = solve_clip_width(make_dump(dump), Settings())
+    (by_token,) = (m for m in found if (m.unit.policy.family, m.aggregation.name) == ("grpo", TM))
+    assert by_token.unit.policy.name == "grpo clip 0.137/0.137"
+    assert by_token.loss == pytest.approx(float(loss), abs=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_rl.objectives.diagnose.choices import Settings
+from moe_rl.objectives.diagnose.clip_range import solve_clip_width
 from moe_rl.objectives.diagnose.dump import Dump, make_dump, read_dump
 from moe_rl.objectives.diagnose.explain import peer_settings, why_indistinguishable
 from moe_rl.objectives.diagnose.files import DumpError
@@ -19,5 +20,6 @@ __all__ = [
     "peer_settings",
     "read_dump",
     "reproduce_advantages",
+    "solve_clip_width",
     "why_indistinguishable",
 ]

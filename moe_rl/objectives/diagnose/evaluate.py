@@ -58,9 +58,10 @@ def evaluate(unit: Unit, dump: Dump, advantages: list[Advantages]) -> Sums:
     """The unit's sums under every advantage convention.
 
     Objectives are linear in |A| given A's sign, so that two passes, at A = 1 and A = -1, serve all
-    conventions with one advantage per response.
+    conventions with one advantage per response; comparisons are not, and take a pass for each.
     """
-    per_response = all(choice.values.ndim == 1 for choice in advantages)
+    linear = not unit.policy.compares
+    per_response = linear and all(choice.values.ndim == 1 for choice in advantages)
     if per_response:
         ones_B = torch.ones(len(dump.mask), dtype=torch.float64)
         (up_B, up_size_B), (down_B, down_size_B) = (_row_sums(unit, dump, sign * ones_B) for sign in (1, -1))
@@ -101,6 +102,9 @@ def _surrogate(unit: Unit, dump: Dump, batch: Batch) -> Surrogate:
         if name == "sampler_logp_BT":  # MiniRL; the sampler is the old policy where the dump has none
             sampler = dump.old_logp if dump.sampler_logp is None else dump.sampler_logp
             tensors[name] = masked(sampler, batch.mask)
+        if name == "ref_logp_BT":
+            assert dump.ref_logp is not None
+            tensors[name] = masked(dump.ref_logp, batch.mask)
         if name == "router_shift_BT":
             assert dump.router_shift is not None
             tensors[name] = torch.where(batch.mask & dump.mask, dump.router_shift, 1.0)

@@ -70,6 +70,8 @@ def peer_settings(match: Match) -> dict[str, str]:
     if loss_type and "dual" not in policy.clip and policy.clip != "unclipped":
         level = ', importance_sampling_level="sequence"' if policy.family == "gspo" else ""
         found["TRL"] = f'loss_type="{loss_type}"{level}'
+    elif policy.family == "dpo":
+        found["TRL"] = f'DPOTrainer, loss_type="sigmoid", {policy.clip.replace(" ", "=")}'
     elif policy.family == "gmpo" and mode == "seq-mean-token-mean":
         found["TRL"] = "experimental.gmpo.GMPOTrainer"
     if policy.family in _VERL_LOSS_MODES and mode != "token-sum" and policy.clip != "unclipped":

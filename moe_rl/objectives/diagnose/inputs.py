@@ -13,6 +13,7 @@ from moe_rl.objectives.aggregation import masked, sequence_mean
 from moe_rl.objectives.batch import Batch
 from moe_rl.objectives.diagnose.choices import Choice
 from moe_rl.objectives.diagnose.dump import Dump
+from moe_rl.objectives.diagnose.policies import COMPARISONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def ratios(dump: Dump) -> list[Ratio]:
     """The log-ratio as the objective defines it and the ways in which it goes wrong."""
     tokenwise = ("grpo", "cispo", "gmpo", "sapo", "rspo")
     every = (*tokenwise, "gspo", "gspo_token", "dppo_tv", "dppo_kl", "minirl")
-    found = [Ratio("", change=lambda batch, dump: batch, families=(*every, "reinforce"))]
+    found = [Ratio("", change=lambda batch, dump: batch, families=(*every, "reinforce", *COMPARISONS))]
 
     def add(name: str, note: str, change: Callable[[Batch, Dump], Batch], *families: str) -> None:
         found.append(Ratio(name, 1, note, change=change, families=families))
@@ -149,10 +150,14 @@ def advantages(dump: Dump, group_size: int | None) -> list[Advantages]:
     return found
 
 
+def group_sizes(rows: int, known: int | None) -> list[int]:
+    """The known group size, or all that divide the rows."""
+    return [known] if known else [size for size in range(2, rows + 1) if rows % size == 0]
+
+
 def from_rewards(rewards_B: Tensor, group_size: int | None) -> list[Advantages]:
     """Advantages [B] of rewards [B] under every convention, for one group size or for all that divide B."""
-    rows = len(rewards_B)
-    sizes = [group_size] if group_size else [size for size in range(2, rows + 1) if rows % size == 0]
+    rows, sizes = len(rewards_B), group_sizes(len(rewards_B), group_size)
     found = []
     for size in sizes:
         for normalise in NORMALISATIONS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,13 @@ from moe_rl.objectives.base import Surrogate, never, outside_interval
 from moe_rl.objectives.batch import Batch
 from moe_rl.objectives.diagnose.choices import Choice, Settings, Widths
 
+COMPARISONS = ("contrastive", "dpo")
 DUAL_CLIP = 3.0  # verl's clip_ratio_c
+DPO_BETAS = (0.01, 0.05, 0.2, 0.3, 0.5)  # beside the paper's and TRL's 0.1
+# Equal widths to try where the documented ranges give no match: 1e-4, 1.5e-4, 2e-4, ... 0.9.
+ROUND_WIDTHS = tuple(
+    float(f"{n}e{k}") for k in (-4, -3, -2, -1) for n in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+)
 GSPO_FORMS = ("gspo", "gspo_token")  # they differ in value only under advantages per token
 
 
@@ -27,14 +33,23 @@ class Policy(Choice):
     surrogate: Callable[[Batch, dict[str, Tensor]], Surrogate]
 
     @property
+    def compares(self) -> bool:
+        """Its values belong to whole responses and are averaged over those, and are not linear in |A|."""
+        return self.family in COMPARISONS
+
+    @property
     def by_response(self) -> bool:
         return self.family in GSPO_FORMS
 
 
-def policies(settings: Settings, *, per_token: bool, router_shift: bool) -> list[Policy]:
+def policies(
+    settings: Settings, group_sizes: Sequence[int], *, per_token: bool, router_shift: bool, reference: bool
+) -> list[Policy]:
     """Objectives under their papers' and peers' default clip ranges, the likeliest first.
 
-    per_token: advantages differ within responses, so that GSPO and GSPO-token do too.
+    group_sizes: those that `contrastive` may have. per_token: advantages differ within responses, so that
+    GSPO and GSPO-token do too. router_shift: the dump has it. reference: the
+    dump has that and pairs of rows.
     """
     geometric = ("gmpo", "rspo") if router_shift else ("gmpo",)
     unclipped: dict[str, Any] = {"clip_low": 1.0, "clip_high": math.inf}
@@ -56,6 +71,9 @@ def policies(settings: Settings, *, per_token: bool, router_shift: bool) -> list
         _policy("grpo", "unclipped", **unclipped),
         _policy("gspo", "unclipped", **unclipped),
         Policy("reinforce", 0, "A log π, without a ratio", family="reinforce", clip="", surrogate=_reinforce),
+        *(_policy("contrastive", f"beta 1 G={size}", group_size=size) for size in group_sizes),
+        *(_dpo() if reference else []),
+        *(_guessed_ranges() if settings.clip is None else []),
     ]
 
 
@@ -114,6 +132,24 @@ def _dppo(settings: Settings) -> list[Policy]:
                 options = {"clip_low": low, "clip_high": high, "ratio_cap": cap}
                 found.append(_policy(family, clip, cost, note, **options))
     return found
+
+
+def _dpo() -> list[Policy]:
+    note = "rows 2i and 2i + 1 are a pair, and the one with the greater advantage is preferred"
+    guessed = [_policy("dpo", f"beta {beta:g}", 1, note, beta=beta) for beta in DPO_BETAS]
+    return [_policy("dpo", "beta 0.1", 0, note, beta=0.1), *guessed]
+
+
+def _guessed_ranges() -> list[Policy]:
+    documented = (0.2,)
+    widths = [width for width in ROUND_WIDTHS if width not in documented]
+    return [guessed_range(family, width) for family in ("grpo", "gspo") for width in widths]
+
+
+def guessed_range(family: str, width: float) -> Policy:
+    """GRPO or GSPO under one width on both sides, which no paper or framework gives it."""
+    note = "this clip range was guessed from the loss: give the trainer's (--clip-low, --clip-high)"
+    return _policy(family, f"clip {width:g}/{width:g}", 1, note, clip_low=width, clip_high=width)
 
 
 def needs_of(family: str) -> tuple[str, ...]:

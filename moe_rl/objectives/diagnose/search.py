@@ -13,7 +13,15 @@ import torch
 from moe_rl.objectives.diagnose.choices import Choice, Settings
 from moe_rl.objectives.diagnose.dump import Dump
 from moe_rl.objectives.diagnose.evaluate import Sums, Unit, clip_counts, evaluate
-from moe_rl.objectives.diagnose.inputs import Advantages, advantages, corrections, from_rewards, masks, ratios
+from moe_rl.objectives.diagnose.inputs import (
+    Advantages,
+    advantages,
+    corrections,
+    from_rewards,
+    group_sizes,
+    masks,
+    ratios,
+)
 from moe_rl.objectives.diagnose.policies import policies
 from moe_rl.objectives.diagnose.reductions import (
     Aggregation,
@@ -136,7 +144,7 @@ class _Search:
         self.dump, self.settings = dump, settings
         given = settings.tolerance
         self.tolerances = dump.tolerances if given is None else (given,)
-        group_size = settings.group_size or dump.group_size
+        self.group_size = group_size = settings.group_size or dump.group_size
         self.advantages = advantages(dump, group_size)
         self.aggregations = aggregations(dump.mask, settings)
         self.terms = terms(settings, reference=dump.ref_logp is not None, entropy=dump.entropy is not None)
@@ -210,13 +218,18 @@ class _Search:
 
     def _units(self) -> Iterator[Unit]:
         dump, settings = self.dump, self.settings
+        sizes = [size for size in group_sizes(len(dump.mask), self.group_size) if size > 1]
         per_token = dump.advantages is not None and dump.advantages.ndim == 2
         router_shift = dump.router_shift is not None
         readings = list(product(ratios(dump), masks(dump), corrections(dump)))
-        for policy in policies(settings, per_token=per_token, router_shift=router_shift):
+        reference = dump.ref_logp is not None and len(dump.mask) % 2 == 0
+        found = policies(settings, sizes, per_token=per_token, router_shift=router_shift, reference=reference)
+        for policy in found:
             for ratio, mask, correction in readings:
                 unit = Unit(policy, ratio, mask, correction)
-                if policy.family in ratio.families and unit.cost <= settings.departures:
+                # Each pass of a comparison serves one advantage convention alone: only the dump as it is.
+                plain = not policy.compares or unit.cost == policy.cost
+                if policy.family in ratio.families and plain and unit.cost <= settings.departures:
                     yield unit
 
     def _combinations(self, budget: int) -> tuple[np.ndarray, ...]:
@@ -238,14 +251,16 @@ class _Search:
         term_DM, term_size_DM = self._regularisers(sums, weights_MB)
         factor_F = np.array([choice.value for choice in self.factors])
         a, g, t, f, cost = self.combinations[self.settings.departures - unit.cost]
+        modes = np.array([choice.mode == "seq-mean-token-mean" for choice in self.aggregations])
+        sensible = modes[g] if unit.policy.compares else np.ones(len(g), dtype=bool)
         with np.errstate(invalid="ignore"):  # whatever padding holds may overflow under another mask
             loss = factor_F[f] * (term_DM[t, g] - objective_CM[a, g])
             # Rounding errs independently from response to response: their terms add in quadrature.
             scale = np.abs(loss) + np.abs(factor_F[f]) * (spread_CM[a, g] + term_size_DM[t, g])
-            finite = np.isfinite(loss) & np.isfinite(scale)
+            finite = sensible & np.isfinite(loss) & np.isfinite(scale)
             off = np.where(finite, np.abs(loss - self.dump.loss), np.inf)
             near = off <= NEIGHBOURHOOD * self.tolerances[-1] * scale
-        self.tried += len(loss)
+        self.tried += int(sensible.sum())
         cost = cost + unit.cost
         keep = finite & (near | (cost == 0))
         for level in range(1, self.settings.departures + 1):
