@@ -31,9 +31,11 @@ class SubsetCode:
         # Sums of K fields must not overflow, hence room above the width when there are several.
         self.fields = 1 if self.bits <= 63 else -(-self.bits // 48)
         self.width = -(-self.bits // self.fields)
-        self._size = self._split([comb(num_experts, top_k)])
+        size = comb(num_experts, top_k)
+        self._size = self._split([size])
+        # c_i is at most E - K + i - 1: binomials above C(E, K) are never added, and would not fit the fields.
         self._binomials = [
-            self._split([comb(c, i) for c in range(num_experts + 1)]) for i in range(1, top_k + 1)
+            self._split([min(comb(c, i), size) for c in range(num_experts + 1)]) for i in range(1, top_k + 1)
         ]
         self._guesses = [_GuessTable(num_experts, i) for i in range(2, top_k + 1)]
 

@@ -83,7 +83,11 @@ def test_real_models_are_within_the_bound(E, K, bits):
     assert bits <= code.fields * code.width <= 1.05 * bits
 
 
-@pytest.mark.parametrize(("E", "K", "bits"), TOPOLOGIES)
+# Nearly all of many experts, of which C(c, k) exceeds C(E, K) for c and k that no set has.
+NEARLY_ALL = [(68, 67, 7), (128, 127, 7), (96, 90, 30), (128, 100, 94)]
+
+
+@pytest.mark.parametrize(("E", "K", "bits"), TOPOLOGIES + NEARLY_ALL)
 def test_sets_at_every_boundary_of_the_search(E, K, bits):
     """Decoding guesses an expert and corrects it by one: the ranks where the guess could be wrong by more are
     those next to C(c, k), and the powers of two where floats round."""
@@ -108,6 +112,7 @@ def test_sets_at_every_boundary_of_the_search(E, K, bits):
 def test_any_sets_of_any_model_come_back(data):
     E = data.draw(st.integers(1, 600), label="E")
     K = data.draw(st.integers(1, min(E, 24)), label="K")
+    K = data.draw(st.sampled_from([K, E - K + 1]), label="K or nearly all")
     seed = data.draw(st.integers(0, 2**32 - 1), label="seed")
     sets = np.random.default_rng(seed).random((50, E)).argsort(1)[:, :K].T
     code = subset_code(E, K)
