@@ -14,7 +14,7 @@ from moe_rl.objectives.advantages import (
 from moe_rl.objectives.aggregation import AGGREGATIONS, aggregate
 from moe_rl.objectives.aliases import peer_metrics
 from moe_rl.objectives.base import Objective
-from moe_rl.objectives.geometric import GMPO, RSPO
+from moe_rl.objectives.geometric import GMPO, RSPO, router_shift
 from moe_rl.objectives.mismatch import (
     MISMATCH_CORRECTIONS,
     Correction,
@@ -90,5 +90,6 @@ __all__ = [
     "mismatch_metrics",
     "off_policy_sequence_mask",
     "peer_metrics",
+    "router_shift",
     "turn_advantages",
 ]

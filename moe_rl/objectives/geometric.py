@@ -44,10 +44,9 @@ class GMPO(Objective):
 class RSPO(GMPO):
     """GMPO on ratios scaled by how far each token's routing has moved (2510.23027 v2, Eq. 5 to 11).
 
-    The call takes router_shift_BT, the router-shift ratio gamma in (0, 1]: exp(-mean over layers and the old
-    top-K experts of |change of log router probability|), 1 where routing is unchanged. It is detached and
-    floored at gamma_min. apply="pre_clip" scales before clipping, as v2 says; "post_clip" scales the clipped
-    ratio, as v1 is summarised. ValueError on a gamma outside (0, 1].
+    The call takes router_shift_BT, the router-shift ratio gamma in (0, 1] that router_shift() gives, 1 where
+    routing is unchanged. It is detached and floored at gamma_min. apply="pre_clip" scales before clipping, as
+    v2 says; "post_clip" scales the clipped ratio, as v1 is summarised. ValueError on a gamma outside (0, 1].
     """
 
     gamma_min: float = 0.8
@@ -83,6 +82,22 @@ class RSPO(GMPO):
         }
         objective_BT = geometric_mean(log_ratio_BT, batch) * batch.advantages
         return Surrogate(objective_BT, clipped_BT, outside_BT, metrics=metrics)
+
+
+@torch.no_grad()
+def router_shift(old_BTLK: Tensor, new_BTLK: Tensor) -> Tensor:
+    """RSPO's gamma in (0, 1], [B, T]: exp(-mean over layers and old experts of |change of log router p|).
+
+    old_BTLK, new_BTLK: log-probabilities, nats, that the routers of the old and the new policy give the old
+    policy's top-K experts, in the row that produced the token. Detached. Raises ValueError unless both have
+    one shape [B, T, L, K].
+    """
+    if old_BTLK.ndim != 4 or old_BTLK.shape != new_BTLK.shape:
+        raise ValueError(
+            "router log-probabilities must both be [B, T, L, K], got "
+            f"{tuple(old_BTLK.shape)} and {tuple(new_BTLK.shape)}"
+        )
+    return torch.exp(-(new_BTLK - old_BTLK).abs().mean((-1, -2)))
 
 
 def geometric_mean(log_ratio_BT: Tensor, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
-from moe_rl.objectives import Objective
+from moe_rl.objectives import Objective, router_shift
 from moe_rl.routing.routers import has_routers
 from moe_rl.training.border import check_together
 from moe_rl.training.config import TrainConfig
@@ -96,9 +96,3 @@ def tensors_of_forward(
         new_BTLK = router_logp(scores.router_logits, old.trace[rows])
         found["router_shift_BT"] = router_shift(old.router_logp_BTLK[rows], new_BTLK)
     return found
-
-
-@torch.no_grad()
-def router_shift(old_BTLK: Tensor, new_BTLK: Tensor) -> Tensor:
-    """RSPO's γ in (0, 1], [B, T]: exp(-mean over layers and old experts of |Δ log router probability|)."""
-    return torch.exp(-(new_BTLK - old_BTLK).abs().mean((-1, -2)))

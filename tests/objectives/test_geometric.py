@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.objectives import get_objective
+from moe_rl.objectives import get_objective, router_shift
 
 F64 = torch.float64
 LOGP = torch.tensor([[0.3, -0.1]], dtype=F64)
@@ -69,3 +69,14 @@ def test_rspo_refuses_a_shift_in_place_of_the_ratio():
         get_objective("rspo", apply="after")
     with pytest.raises(ValueError, match="gamma_min must be in"):
         get_objective("rspo", gamma_min=0.0)
+
+
+def test_router_shift_by_hand():
+    """One token, two layers of two experts: |changes| 0.1, 0.3, 0.2 and 0.6, mean 0.3; then none."""
+    change = torch.tensor([[[[0.1, -0.3], [0.2, -0.6]], [[0.0, 0.0], [0.0, 0.0]]]], dtype=F64)
+    old = torch.full((1, 2, 2, 2), -1.5, dtype=F64, requires_grad=True)
+    gamma = router_shift(old, old + change)
+    assert gamma.flatten().tolist() == pytest.approx([math.exp(-0.3), 1.0], abs=1e-12)
+    assert not gamma.requires_grad
+    with pytest.raises(ValueError, match=r"must both be \[B, T, L, K\], got \(1, 2, 2, 2\) and \(1, 2, 2\)"):
+        router_shift(old, change[..., 0])

@@ -24,8 +24,9 @@ SOLVED = 12  # conventions of an objective, the likeliest first: each takes a pa
 def solve_clip_width(dump: Dump, settings: Settings) -> list[Match]:
     """Conventions of GRPO and GSPO that give the loss under some width, the same on both sides of 1.
 
-    Documented advantages and aggregations alone, and of these the first SOLVED. A width that fits one number proves nothing, unless the dump
-    has a clip_frac: then only those are returned whose counts equal it under the width that was solved for.
+    Documented advantages and aggregations alone, and of these the first SOLVED. A width that fits one number
+    proves nothing, unless the dump has a clip_frac: then only those are returned whose counts equal it under
+    the width that was solved for.
     """
     group_size = settings.group_size or dump.group_size
     choices = [choice for choice in advantages(dump, group_size) if not choice.cost]
