@@ -168,6 +168,8 @@ def _valid_rows(mask: Any, B: int, T: int, start: int) -> Tensor:
     # With a static cache `generate` prepares [B, 1, T, cache] masks, in some families one per kind of layer:
     # bool, or 0 where a token may attend. A token that may not attend to itself is padding.
     for prepared in mask.values() if isinstance(mask, dict) else [mask]:
+        if isinstance(prepared, Tensor) and prepared.dim() != 4:
+            raise RoutingError(f"attention_mask must be [B, T] or [B, 1, T, T], got {list(prepared.shape)}")
         if isinstance(prepared, Tensor) and prepared.shape[2] == T and prepared.shape[3] >= start + T:
             itself = prepared[:, 0].diagonal(start, 1, 2)
             return (itself if itself.dtype == torch.bool else itself == 0).expand(B, T)

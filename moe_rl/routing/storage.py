@@ -180,6 +180,7 @@ class TraceFile:
                 f"{self.path} is a routing trace of format {header['version']}; this version reads "
                 f"{FORMAT_VERSION}"
             )
+        _require_header(header)
         B, T = self.shape = tuple(header["shape"])
         self.layer_ids = tuple(header["layer_ids"])
         self.num_experts, self.top_k = header["num_experts"], header["top_k"]
@@ -219,6 +220,33 @@ class TraceFile:
         L = len(self.layer_ids)
         experts_NK = self._code.unpack(data, self._counts[b] * L)
         return torch.from_numpy(experts_NK).view(self._counts[b], L, self.top_k)
+
+
+def _require_header(header: dict[str, Any]) -> None:
+    """Raise RoutingError for a value that no trace has; a wrong type would fail wherever it is used."""
+    for name, least, size in (("shape", 0, 2), ("layer_ids", 0, None)):
+        numbers = header[name]
+        if not isinstance(numbers, list) or not all(_is_count(n, least) for n in numbers):
+            raise RoutingError(f"not a routing trace, or damaged: {name} must list integers, is {numbers!r}")
+        if len(numbers) != size and size is not None:
+            raise RoutingError(f"not a routing trace, or damaged: {name} must be [B, T], is {numbers}")
+    for name, fits in {
+        "num_experts": _is_count(header["num_experts"], 1),
+        "top_k": _is_count(header["top_k"], 1),
+        "ordered": isinstance(header["ordered"], bool),
+        "source": isinstance(header["source"], str | None),
+        "weights_version": header["weights_version"] is None or type(header["weights_version"]) is int,
+    }.items():
+        if not fits:
+            raise RoutingError(f"not a routing trace, or damaged: {name} cannot be {header[name]!r}")
+    if header["top_k"] > header["num_experts"]:
+        raise RoutingError(
+            f"not a routing trace, or damaged: {header['top_k']} of {header['num_experts']} experts"
+        )
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 1 << 31
 
 
 def _header_text(path: Path, metadata: dict[str, str]) -> str:

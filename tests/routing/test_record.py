@@ -225,6 +225,16 @@ def test_a_dense_model_has_no_routing():
         record_routing(nn.Linear(2, 2))
 
 
+def test_attention_masks_of_three_dimensions_are_refused(build, batch):
+    model = build("qwen3_moe")
+    ids, _ = batch
+    with record_routing(model) as recorder:
+        model(input_ids=ids)
+    for context in (record_routing(model), replay_routing(model, recorder.trace())):
+        with pytest.raises(RoutingError, match=r"\[B, 1, T, T\], got \[3, 10, 10\]"), context:
+            model(input_ids=ids, attention_mask=torch.ones(3, 10, 10))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_recorded_trace_edited_in_place_is_checked_before_replay(build, batch, mode):
     model = build("qwen3_moe")

@@ -198,6 +198,27 @@ def test_files_that_are_no_trace(tmp_path):
         RoutingTrace.load(tmp_path / "missing.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_experts", value) for value in (1.5, -1, 0, "3", None, True, 10**30)]
+    + [("top_k", value) for value in (2.0, 0, -1, 4, [2], 10**30)]
+    + [("layer_ids", value) for value in (["a"], [-1], [10**30], 0, None, [0.5], "0", [], [0, 1])]
+    + [("shape", value) for value in ([1, 1.0], [-1, 1], [1], [1, 1, 1], "11", None, [1, 10**30])]
+    + [("ordered", value) for value in ("x", 1, None)]
+    + [("source", 1), ("weights_version", "1")],
+)
+def test_headers_of_wrong_types_are_refused(tmp_path, name, value):
+    path = tmp_path / "trace"
+    make(B=1, T=1, L=1, K=2, E=3).save(path)
+    text = json.loads(path.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")["__metadata__"][
+        "moe_rl.routing_trace"
+    ]
+    header = json.loads(text) | {name: value}
+    save_file(load_file(path), path, metadata={"moe_rl.routing_trace": json.dumps(header)})
+    with pytest.raises(RoutingError):
+        RoutingTrace.load(path)
+
+
 def test_a_file_with_valid_checksums_and_impossible_content_is_refused(tmp_path):
     """What a writer with a bug would leave: every check but the ids' own passes."""
     import zlib

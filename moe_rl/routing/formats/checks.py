@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from moe_rl.routing.formats.geometry import ModelRouting
 from moe_rl.routing.trace import RoutingError
@@ -17,6 +19,31 @@ def require_count(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise RoutingError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value has items to count: a list, a tuple, or an array that is no scalar."""
+    if isinstance(value, Tensor):
+        return not value.is_nested and value.ndim > 0
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def is_one_integer(value: Any) -> bool:
+    """Whether a count stands for one sequence, and not for a list of them."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | np.integer)
+
+
+def require_counts(name: str, value: Any, least: int) -> list[int]:
+    """One integer a sequence; a single integer stands for one sequence."""
+    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.is_meta):
+        value = value.tolist()
+    if is_one_integer(value):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RoutingError(f"{name} must be an integer, or a list of one a sequence, got {value!r}")
+    return [require_count(name, one, least) for one in value]
 
 
 def require_top_k(source: str, experts_RLK: np.ndarray, top_k: int) -> None:

@@ -26,9 +26,13 @@ def integers(value: Any, source: str) -> np.ndarray:
             value.is_floating_point()
             or value.is_complex()
             or value.is_nested
+            or value.is_quantized
+            or value.is_meta
             or value.layout != torch.strided
         ):
-            raise RoutingError(f"{source}: expert ids must be a dense integer tensor, got {value.dtype}")
+            raise RoutingError(
+                f"{source}: expert ids must be a dense integer tensor, got {value.dtype} on {value.device}"
+            )
         array = value.detach().cpu().numpy()
     elif isinstance(value, np.ndarray):
         array = value
@@ -48,7 +52,9 @@ def _nested_integers(value: list[Any] | tuple[Any, ...], source: str) -> np.ndar
         if any(type(number) is not int for number in array.flat):
             raise RoutingError(f"{source}: nested lists must be rectangular and hold integers only")
         return array.astype(np.int64)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # the last two of tensors in it
+        if isinstance(error, RoutingError):
+            raise
         raise RoutingError(f"{source}: the nested lists are no array of ids: {error}") from error
 
 

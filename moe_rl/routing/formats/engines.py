@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from moe_rl.routing.formats.checks import require_count
+from moe_rl.routing.formats.checks import is_list, require_count
 from moe_rl.routing.formats.decode import base64_bytes, integers, npy_array, raw_array
 from moe_rl.routing.formats.geometry import ModelRouting
 from moe_rl.routing.formats.rows import Rows, import_sequences
@@ -147,7 +148,7 @@ def tunix_rows(value: Any, routing: ModelRouting, start: int = 0) -> Rows:
 
 def stack_layers(layers: Any, source: str) -> np.ndarray:
     """[rows, layers, K] of one [rows, K] array per layer. Raises RoutingError when they do not fit."""
-    if not isinstance(layers, np.ndarray | list | tuple) or len(layers) == 0:
+    if isinstance(layers, Tensor) or not is_list(layers) or len(layers) == 0:
         raise RoutingError(
             f"{source}: expected one [rows, K] array per MoE layer, got {type(layers).__name__}"
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from moe_rl.routing.formats.checks import require_count
+from moe_rl.routing.formats.checks import require_count, require_counts
 from moe_rl.routing.formats.decode import integers
 from moe_rl.routing.formats.engines import stack_layers
 from moe_rl.routing.formats.geometry import ModelRouting
@@ -101,7 +101,7 @@ def tracer_steps(
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """[rows, layers, K] of the steps of a RouterTracer file one after another, and the columns' layers."""
     source = "RouterTracer"
-    if not isinstance(records, Iterable):
+    if not isinstance(records, Iterable) or isinstance(records, np.ndarray | torch.Tensor):
         raise RoutingError(f"{source}: expected a list of records, got {type(records).__name__}")
     steps: dict[int, dict[int, np.ndarray]] = {}
     ranks = set()
@@ -199,8 +199,8 @@ def read_json_lines(path: str | Path) -> list[Any]:
     values = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise RoutingError(f"{path} is not text: {error}") from error
+    except ValueError as error:  # of the text, or of a path that no file can have
+        raise RoutingError(f"{path!r} is no file of text: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -224,9 +224,7 @@ def _from_stacked(
         raise RoutingError(
             f"{source}: layers {layers} are not distinct MoE layers of {routing.moe_layer_ids}"
         )
-    lengths = [tokens] if isinstance(tokens, int | np.integer) else list(tokens)
-    for length in lengths:
-        require_count("tokens", length, least=1)
+    lengths = require_counts("tokens", tokens, least=1)
     parts = _sequences(stacked_RLK, lengths, layout, source)
     return to_trace([Rows(source, part, layer_ids=layers) for part in parts], routing, lengths)
 

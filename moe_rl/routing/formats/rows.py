@@ -50,15 +50,18 @@ def import_sequences(
     start: int | Sequence[int] = 0,
 ) -> RoutingTrace:
     """Decode one payload (`tokens` an int) or a sequence of them (`tokens` a sequence), and join them."""
-    if isinstance(tokens, int | np.integer):
-        value, tokens = [value], [int(tokens)]
-    if not isinstance(value, list | tuple | np.ndarray | Tensor) or len(value) != len(tokens):
-        raise RoutingError(f"expected a list of {len(tokens)} payloads, one a sequence, got {type(value)}")
-    starts = [start] * len(tokens) if isinstance(start, int | np.integer) else list(start)
-    if len(starts) != len(tokens):
-        raise RoutingError(f"got {len(starts)} starts for {len(tokens)} sequences")
+    lengths = checks.require_counts("tokens", tokens, least=1)
+    if checks.is_one_integer(tokens):
+        value = [value]
+    if not checks.is_list(value) or len(value) != len(lengths):
+        raise RoutingError(f"expected a list of {len(lengths)} payloads, one a sequence, got {type(value)}")
+    starts = checks.require_counts("start", start, least=0)
+    if checks.is_one_integer(start):
+        starts *= len(lengths)
+    if len(starts) != len(lengths):
+        raise RoutingError(f"got {len(starts)} starts for {len(lengths)} sequences")
     rows = [decode(payload, routing, begin) for payload, begin in zip(value, starts, strict=True)]
-    return to_trace(rows, routing, tokens)
+    return to_trace(rows, routing, lengths)
 
 
 def to_trace(sequences: Sequence[Rows], routing: ModelRouting, tokens: Sequence[int]) -> RoutingTrace:

@@ -34,6 +34,10 @@ def from_verl(value: Any, routing: ModelRouting, *, attention_mask: Tensor) -> R
     Raises RoutingError, also for routing on padding. Source: verl/experimental/agent_loop/agent_loop.py.
     """
     source = "verl"
+    if not isinstance(attention_mask, Tensor) or attention_mask.is_meta or attention_mask.is_nested:
+        raise RoutingError(
+            f"{source}: attention_mask must be a tensor [B, T], got {type(attention_mask).__name__}"
+        )
     array_BTLK, mask_BT = integers(value, source), attention_mask.bool().cpu()
     if array_BTLK.ndim != 4 or array_BTLK.shape[:2] != tuple(mask_BT.shape):
         raise RoutingError(
