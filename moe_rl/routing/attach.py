@@ -57,8 +57,9 @@ def _instrumented(cls: Any) -> type[nn.Module]:
 
 def reduced_to(cls: type, reduced: Any, hidden: str) -> Any:
     """What `__reduce_ex__` returned, of the plain class `cls` and without the attribute `hidden`."""
-    rebuild, (_, *args), state, *rest = reduced
-    return (rebuild, (cls, *args), {key: state[key] for key in state if key != hidden}, *rest)
+    _, (_, *args), state, *rest = reduced
+    # Not copyreg.__newobj__, for which pickle insists on the class that the object has now.
+    return (object.__new__, (cls, *args), {key: state[key] for key in state if key != hidden}, *rest)
 
 
 def add_tap(router: Router, tap: Tap) -> None:

@@ -64,9 +64,9 @@ class ForwardWatch:
         self._names = {module: _arguments_of(module) for module in models or [model]}
         self.current: Forward | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
-        # A model copied inside a context takes its hooks along; they must not report to this context.
-        return ForwardWatch(nn.Module(), (), lambda forward: None, lambda forward, output: None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model copied or pickled inside a context takes its hooks along; they must not report to it.
+        return ForwardWatch, (nn.Module(), (), _ignore, _ignore)
 
     def attach(self) -> None:
         for module in self._names:
@@ -114,6 +114,10 @@ class ForwardWatch:
             forward, self.current = self.current, None
             if forward is not None and output is not None:  # None: the forward raised
                 self._end(forward, output)
+
+
+def _ignore(*arguments: Any) -> None:
+    """What the hooks of a copied model report to."""
 
 
 def _arguments_of(module: nn.Module) -> tuple[str, ...]:

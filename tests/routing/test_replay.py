@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import io
+import pickle
 
 import pytest
 import torch
@@ -340,6 +342,23 @@ def test_a_copy_made_inside_a_context_is_independent(build, batch):
     assert {type(router.module).__name__ for router in find_routers(clone)} == {"Qwen3MoeTopKRouter"}
     with replay_routing(clone, trace), torch.no_grad():
         assert torch.equal(clone(input_ids=ids, attention_mask=mask).logits, forced)
+
+
+def test_a_model_pickled_inside_a_context_is_the_plain_model(build, batch):
+    model = build("qwen3_moe")
+    ids, mask = batch
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=mask).logits
+    trace = foreign(record(model, ids, mask))
+    file = io.BytesIO()
+    with record_routing(model) as recorder, replay_routing(model, trace), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+        torch.save(model, file)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(input_ids=ids, attention_mask=mask).logits, plain)
+        assert len(recorder.traces()) == 1
+    assert {type(router.module).__name__ for router in find_routers(loaded)} == {"Qwen3MoeTopKRouter"}
+    assert b"moe_rl.routing.replay" not in file.getvalue()  # of the context only hooks without effect
 
 
 def test_two_models_side_by_side(build, batch):
