@@ -5,6 +5,7 @@ needs an entry here.
 """
 
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 
@@ -172,6 +173,25 @@ def modeling_source(model_type: str) -> str:
     return path.read_text() if path.exists() else ""  # some types name classes of other packages
 
 
+MOE_CLASS = re.compile(r"^class \w*(Experts|Router|MoE|Moe|TopK)\w*\(", re.MULTILINE)
+CAUSAL_LM = re.compile(r"^class (\w+ForCausalLM)\(", re.MULTILINE)
+
+
+def unmapped() -> dict[str, type[PreTrainedModel]]:
+    """The causal LMs with MoE classes that AutoModelForCausalLM does not know, by model type."""
+    found = {}
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        source = path.read_text()
+        if MOE_CLASS.search(source) or '"router_logits":' in source:
+            for name in set(CAUSAL_LM.findall(source)) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+                module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+                found[getattr(module, name).config_class.model_type] = getattr(module, name)
+    return found
+
+
+UNMAPPED = unmapped()
+
+
 def discovered() -> list[str]:
     """One model type per causal LM whose modeling file declares routers; the text type of multimodal ones."""
     types: dict[str, str] = {}
@@ -180,7 +200,7 @@ def discovered() -> list[str]:
             model_class not in types or model_type.endswith("_text")
         ):
             types[model_class] = model_type
-    return sorted(types.values())
+    return sorted([*types.values(), *UNMAPPED])
 
 
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in discovered()]
@@ -206,7 +226,8 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: object) ->
     """A tiny model whose gates are far from uniform, whose selection biases and token tables are not zero."""
     torch.manual_seed(0)
     # Weights drawn in float32: some families keep parts of a bfloat16 model in float32.
-    model = AutoModelForCausalLM.from_config(configure(family, **changes), dtype=dtype).eval()
+    make = UNMAPPED[family]._from_config if family in UNMAPPED else AutoModelForCausalLM.from_config
+    model = make(configure(family, **changes), dtype=dtype).eval()
     with torch.no_grad():
         for router in find_routers(model):
             for parameter in gate_weights(family, router.module):
@@ -256,11 +277,10 @@ def test_no_family_is_forgotten():
     names = discovered()
     assert len(names) >= 60
     assert FAST | SETTINGS.keys() | LAYER_IDS.keys() | NO_IDS_AT_EXPERTS | GATE_WEIGHT.keys() <= set(names)
-    moe_class = re.compile(r"^class \w*(Experts|Router|MoE|Moe|TopK)\w*\(", re.MULTILINE)
     undeclared = [
         model_type
-        for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if moe_class.search(modeling_source(model_type))
+        for model_type in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *UNMAPPED)
+        if MOE_CLASS.search(modeling_source(model_type))
         and '"router_logits":' not in modeling_source(model_type)
     ]
     assert undeclared == []
