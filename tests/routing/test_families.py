@@ -362,6 +362,48 @@ def test_replay_variants(family, record_property):
             assert torch.equal(step(model)[0], plain[0])
 
 
+TOP_1 = dict.fromkeys(
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 1
+)
+# Of E columns, where they are not COMMON's 8.
+COLUMNS = {"doge": 16, "longcat_flash": 12}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate_weights_of_all_experts_in_any_order(family):
+    """With K = E the family's own choice holds the weight of every expert: that is what a trace of the same
+    experts in another order must get."""
+    if family in ("phimoe", "zaya"):
+        pytest.skip(f"the number of experts that {family} chooses is fixed")
+    columns = COLUMNS.get(family, 8)
+    changes: dict = dict.fromkeys(TOP_1, columns) | dict(topk_group=2)
+    if family == "dbrx":
+        changes["ffn_config"] = dict(SETTINGS["dbrx"]["ffn_config"], moe_top_k=columns)
+    model = build(family, **changes)
+    ids, mask = batch()
+    keep_weights = family not in NO_WEIGHTS
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    with record_routing(model, weights=keep_weights) as own:
+        plain = run()
+    trace = foreign(own.trace())
+    assert trace.top_k == trace.num_experts == columns
+    with record_routing(model, weights=keep_weights) as forced, replay_routing(model, trace):
+        logits = run()
+    valid = trace.valid
+    assert torch.allclose(logits[valid], plain[valid], rtol=1e-4, atol=1e-5)
+    if keep_weights:
+        by_expert = [
+            torch.zeros_like(r.weights()).scatter(-1, r.trace().experts.long(), r.weights())[valid]
+            for r in (own, forced)
+        ]
+        assert by_expert[0].max() > 1.5 * by_expert[0].min()  # else any order would do
+        assert torch.allclose(*by_expert, rtol=1e-4, atol=1e-5)
+
+
 def test_what_routers_rank(monkeypatch):
     """Only the routers that are named as such rank logits; `Threshold` reads the others' as probabilities."""
     ranked: list[tuple[str, float]] = []
@@ -526,11 +568,6 @@ def test_generate_joins_to_the_teacher_forced_recording(family):
     teacher_forced = recorder.trace().fit(11)
     assert torch.equal(decoded.valid, teacher_forced.valid)
     assert torch.equal(decoded.experts, teacher_forced.experts)
-
-
-TOP_1 = dict.fromkeys(
-    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 1
-)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
