@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,18 @@ def reduced_to(cls: type, reduced: Any, hidden: str) -> Any:
     _, (_, *args), state, *rest = reduced
     # Not copyreg.__newobj__, for which pickle insists on the class that the object has now.
     return (object.__new__, (cls, *args), {key: state[key] for key in state if key != hidden}, *rest)
+
+
+def add_taps(routers: Sequence[Router], taps: Sequence[Tap]) -> None:
+    """`add_tap` for a context's tap at every router."""
+    for router, tap in zip(routers, taps, strict=True):
+        add_tap(router, tap)
+
+
+def remove_taps(routers: Sequence[Router], taps: Sequence[Tap]) -> None:
+    """Undo `add_taps`."""
+    for router, tap in zip(routers, taps, strict=True):
+        remove_tap(router, tap)
 
 
 def add_tap(router: Router, tap: Tap) -> None:

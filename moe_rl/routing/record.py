@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing.attach import add_tap, remove_tap
+from moe_rl.routing.attach import add_taps, remove_taps
 from moe_rl.routing.caches import follow, release
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
 from moe_rl.routing.gates import TopKGate
@@ -49,15 +49,13 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._watch.attach()
-        for router, tap in zip(self._routers, self._taps, strict=True):
-            add_tap(router, tap)
+        add_taps(self._routers, self._taps)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for router, tap in zip(self._routers, self._taps, strict=True):
-            remove_tap(router, tap)
+        remove_taps(self._routers, self._taps)
         self._watch.detach()
         for cache in filter(None, [cache() for cache in self._followed]):
             release(cache)

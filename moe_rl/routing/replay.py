@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing.attach import add_tap, remove_tap, taps_of
+from moe_rl.routing.attach import add_taps, remove_taps, taps_of
 from moe_rl.routing.drift import expert_change
 from moe_rl.routing.forcing import LayerForce, TraceRows
 from moe_rl.routing.forward import Forward, ForwardWatch, in_recompute
@@ -87,15 +87,13 @@ class Replay:
         if any(isinstance(tap, _ReplayTap) for router in self._routers for tap in taps_of(router)):
             raise RoutingError("the model already replays a trace; leave that context first")
         self._watch.attach()
-        for router, tap in zip(self._routers, self._taps, strict=True):
-            add_tap(router, tap)
+        add_taps(self._routers, self._taps)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for router, tap in zip(self._routers, self._taps, strict=True):
-            remove_tap(router, tap)
+        remove_taps(self._routers, self._taps)
         self._watch.detach()
         self._on_device.clear()
         if kind is None:

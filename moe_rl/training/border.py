@@ -54,9 +54,10 @@ def require_encodable(lm: LanguageModel, task: Task, problems: int = 16) -> None
     A checkpoint directory without tokenizer files can load as an empty tokenizer, all text to nothing.
     """
     for index in range(problems):
-        prompt = task.train(index).prompt
+        problem = task.train(index)
+        prompt = problem.prompt
         try:
-            ids = prompt_ids(lm.tokenizer, task.train(index))
+            ids = prompt_ids(lm.tokenizer, problem)
             kept = lm.tokenizer.decode(ids)
         except Exception as error:  # tokenizers raises bare Exceptions
             raise ValueError(

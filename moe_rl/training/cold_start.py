@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def cold_start(
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=6)
     path = cache / digest.hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path):
+    with _acquire(path):
         if not (path / "result.json").exists():
             steps, reached = _train(lm, task, config, temperature, max_new_tokens, bar)
             _save(path, lm, {"steps": steps, "accuracy": reached, "identity": identity})
@@ -72,15 +73,14 @@ def cold_start(
     return ColdStart(path, result["steps"], result["accuracy"])
 
 
-def _lock(path: Path) -> FileLock:
+def _acquire(path: Path) -> AbstractContextManager[object]:
+    """The lock of one cold start, taken; leaving the context releases it."""
     lock = FileLock(path.with_suffix(".lock"))
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         print(f"another process computes the cold start {path}: waiting for it", file=sys.stderr, flush=True)
-        lock.acquire()
-    lock.release()
-    return lock
+        return lock.acquire()
 
 
 def _save(path: Path, lm: LanguageModel, result: dict[str, Any]) -> None:

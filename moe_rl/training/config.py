@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_rl.objectives import NORMALISATIONS
-from moe_rl.objectives.mismatch import get_mismatch_correction
+from moe_rl.objectives.mismatch import MismatchCorrection, get_mismatch_correction
 
 
 @dataclass
@@ -117,8 +117,14 @@ class MismatchConfig:
             if (self.low, self.high) != (None, None):
                 raise ValueError("mismatch.low and mismatch.high need a mismatch.correction")
             return
+        self.build()
+
+    def build(self) -> MismatchCorrection | None:
+        """The correction that the options name. Raises `ValueError` for an unknown name or bad bounds."""
+        if self.correction is None:
+            return None
         bounds = {key: value for key in ("low", "high") if (value := getattr(self, key)) is not None}
-        get_mismatch_correction(self.correction, **bounds)
+        return get_mismatch_correction(self.correction, **bounds)
 
 
 @dataclass

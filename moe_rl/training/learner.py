@@ -83,14 +83,12 @@ def needed_tensors(objective: Objective) -> frozenset[str]:
     return frozenset(needs)
 
 
-def tensors_of_forward(
-    needs: frozenset[str], scores: Scores, old: OldPolicy, rows: slice
-) -> dict[str, Tensor]:
-    """The keyword tensors that come out of the update's own forward on these rows."""
+def tensors_of_forward(scores: Scores, old: OldPolicy, rows: slice) -> dict[str, Tensor]:
+    """The keyword tensors that the update's own forward on these rows was asked for."""
     found: dict[str, Tensor] = {}
-    if "entropy_BT" in needs and scores.entropy_BT is not None:
+    if scores.entropy_BT is not None:
         found["entropy_BT"] = scores.entropy_BT
-    if "values_BT" in needs and scores.values_BT is not None:
+    if scores.values_BT is not None:
         found["values_BT"] = scores.values_BT
     if scores.router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
         new_BTLK = router_logp(scores.router_logits, old.trace[rows])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moe_rl.objectives import gae, group_advantages
-from moe_rl.objectives.mismatch import get_mismatch_correction
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import MismatchConfig
 from moe_rl.training.groups import Groups, overlong_penalty
@@ -69,11 +68,9 @@ def correct_mismatch(
     config: MismatchConfig, batch: RolloutBatch, old: OldPolicy
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
     """The mask that is left, the weights as a keyword tensor, and metrics, by the configured correction."""
-    if config.correction is None:
+    correct = config.build()
+    if correct is None:
         return batch.response_mask_BT, {}, {}
-    bounds = {key: value for key in ("low", "high") if (value := getattr(config, key)) is not None}
-    correction = get_mismatch_correction(config.correction, **bounds)(
-        old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT
-    )
+    correction = correct(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT)
     mask_BT = correction.mask.to(batch.response_mask_BT.dtype)
     return mask_BT, {"weights_BT": correction.weights}, correction.metrics

@@ -95,7 +95,7 @@ def gradient_update(
                 value_head=learner.value_head,
                 router_logits="router_shift_BT" in learner.needs,
             )
-            extra = tensors_of_forward(learner.needs, scores, old, rows)
+            extra = tensors_of_forward(scores, old, rows)
             extra |= off_policy_weights(config.mismatch, scores.logp_BT, part, target_part)
             keywords: dict[str, Any] = target_part.tensors | extra
             loss, _ = objective(
