@@ -175,6 +175,9 @@ class TrainConfig:
     seed: int = 0  # of prompts, sampling and evaluation; arms share it so that they pair
     advantages: str = "paper"  # convention of `group_advantages`; unused with a value model (ppo)
     checkpoint_every: int = 10  # steps
+    # Record π_old's routing, and the policy's native routing after every update. Without it there is no
+    # drift/* and no load/*, and routing is recorded only where replay or the objective needs it.
+    measure_drift: bool = True
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

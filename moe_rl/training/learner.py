@@ -40,6 +40,12 @@ class Learner:
     trained: nn.ModuleDict
     optimizer: torch.optim.AdamW
 
+    @property
+    def records_routing(self) -> bool:
+        """Whether π_old's routing is recorded: to measure drift, to replay it, or for the router shift."""
+        wanted = self.config.measure_drift or self.config.replay.source is not None
+        return self.moe and (wanted or "router_shift_BT" in self.needs)
+
 
 def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainConfig) -> Learner:
     """Call before a checkpoint is restored: the reference is the policy as it is now.

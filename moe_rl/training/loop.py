@@ -90,7 +90,7 @@ def train(
                 batch,
                 plan,
                 config.rollout.temperature,
-                moe=learner.moe,
+                moe=learner.records_routing,
                 value_head=learner.value_head,
                 router_scores="router_shift_BT" in learner.needs,
                 replay=config.replay,
@@ -107,7 +107,7 @@ def train(
             with clock("update"):
                 update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
-            if update.finite and old.trace is not None and routing is not None:
+            if config.measure_drift and update.finite and old.trace is not None and routing is not None:
                 with clock("drift"):
                     last, routing = routing, native_routing(policy, batch, plan).where(on_response)
                     update.since_old = expert_change(old.trace.where(on_response), routing)
