@@ -59,6 +59,7 @@ class TopKGate(TorchFunctionMode):
         self._masked: Tensor | None = None
         self._unmasked: Tensor | None = None
         self._group_scores: Tensor | None = None
+        self._ranked_over: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +93,20 @@ class TopKGate(TorchFunctionMode):
             )
         return weights.view(self.used_NK.shape)
 
+    @property
+    def scores(self) -> Tensor:
+        """What the top-k ranked [N, E], detached, float32 or wider: with selection bias and group mask.
+
+        Raises RoutingError where experts are not chosen by one score each.
+        """
+        if self._ranked_over is None:
+            raise RoutingError(
+                f"{self.name} does not choose its experts by a top-k over one score per expert, so it has no "
+                "selection scores to record; its experts can be recorded"
+            )
+        scores_NE = self._ranked_over.detach().reshape(-1, self.num_experts)
+        return scores_NE if scores_NE.dtype == torch.float64 else scores_NE.float()
+
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return forward(*args, **kwargs)
@@ -114,6 +129,7 @@ class TopKGate(TorchFunctionMode):
             input is self._group_scores
         ):  # DeepSeek-V2 with as many groups as experts: which groups, not experts
             return func(input, k, dim, **options)
+        self._ranked_over = input
         if self.force is None:
             native = func(input, k, dim, **options)
             self._select(self._ids(native.indices.reshape(-1, k)))
@@ -192,6 +208,12 @@ class ProductKeyGate(TopKGate):
             self._rank_of_key = sorted_keys.indices.argsort(-1)
             return sorted_keys
         return super()._topk(func, input, k, dim, **options)
+
+    @property
+    def scores(self) -> Tensor:
+        of_columns_NE = super().scores
+        ids_E = torch.arange(self.num_experts, device=of_columns_NE.device)
+        return of_columns_NE.gather(1, self._columns(ids_E.expand_as(of_columns_NE)))
 
     def _ids(self, columns_NK: Tensor, own_rows: Tensor | None = None) -> Tensor:
         keys = self._key_of_rank if own_rows is None else self._key_of_rank[:, own_rows]

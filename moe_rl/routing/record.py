@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from moe_rl.routing.routers import Router, common_sizes, find_routers
 from moe_rl.routing.trace import RoutingError, RoutingTrace, id_dtype
 
 
-def record_routing(model: nn.Module, *, weights: bool = False) -> Recorder:
+def record_routing(model: nn.Module, *, weights: bool = False, scores: bool = False) -> Recorder:
     """A context that records the routing of every forward of `model` inside it, changing no bit of it.
 
     with record_routing(model) as recorder:
@@ -27,23 +27,33 @@ def record_routing(model: nn.Module, *, weights: bool = False) -> Recorder:
 
     Decode steps on one cache are joined along T; a forward without cached rows begins a new trace. Inside
     `replay_routing` it records the ids that the experts got. With weights=True it also keeps the gate weights
-    of these experts, for `recorder.weights()`. Raises RoutingError for a model without MoE layers, and where
-    rows of a cache are reordered inside, by beam search for one.
+    of these experts, for `recorder.weights()`, with scores=True what the routers rank all experts by, for
+    `recorder.scores()`. Raises RoutingError for a model without MoE layers, for one whose routers have no
+    such weights or scores, and where rows of a cache are reordered inside, by beam search for one.
     """
-    return Recorder(model, weights)
+    kept = {"weights": _gate_weights} if weights else {}
+    return Recorder(model, kept | ({"scores": _selection_scores} if scores else {}))
+
+
+def _gate_weights(gate: TopKGate) -> Tensor:
+    return gate.weights
+
+
+def _selection_scores(gate: TopKGate) -> Tensor:
+    return gate.scores
 
 
 class Recorder:
     """The recordings of one `record_routing` context."""
 
-    def __init__(self, model: nn.Module, keep_weights: bool) -> None:
-        self._keep_weights = keep_weights
+    def __init__(self, model: nn.Module, kept: Mapping[str, Callable[[TopKGate], Tensor]]) -> None:
+        self._kept_of = kept
         self._routers = find_routers(model)
         self._num_experts, _ = common_sizes(self._routers)
         self._taps = [_RecordTap(self, router) for router in self._routers]
         self._watch = ForwardWatch(model, [router.name for router in self._routers], self._begin, self._end)
         self._calls: list[tuple[Router, Tensor]] = []
-        self._weights: list[Tensor] = []
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in kept}
         self._recordings: list[_Recording] = []
         self._followed: list[weakref.ref] = []
 
@@ -81,9 +91,22 @@ class Recorder:
         In the model's dtype, detached, of routed experts only. Raises RoutingError without
         `record_routing(model, weights=True)`, when there is no recording, or several.
         """
-        if not self._keep_weights:
-            raise RoutingError("gate weights were not kept: open record_routing(model, weights=True)")
-        return self._only().weights()
+        return self._kept_values("weights")
+
+    def scores(self) -> Tensor:
+        """[B, T, L, E]: what each router's top-k ranked, biased and group-masked where a family does so.
+
+        Probabilities in most families, logits in those that normalise after the selection. Float32 (float64
+        of a float64 router), detached; -inf for experts outside the chosen groups, 0 in rows not valid.
+        Inside `replay_routing` these are the router's own scores. Raises RoutingError without
+        `record_routing(model, scores=True)`, when there is no recording, or several.
+        """
+        return self._kept_values("scores")
+
+    def _kept_values(self, name: str) -> Tensor:
+        if name not in self._kept_of:
+            raise RoutingError(f"{name} were not kept: open record_routing(model, {name}=True)")
+        return self._only().kept(name)
 
     def _only(self) -> _Recording:
         if len(self._recordings) != 1:
@@ -94,8 +117,12 @@ class Recorder:
         return self._recordings[0]
 
     def _begin(self, forward: Forward) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._calls.clear()
-        self._weights.clear()
+        for layers in self._kept.values():
+            layers.clear()
 
     def _routed(self, router: Router, gate: TopKGate) -> None:
         if in_recompute():
@@ -104,8 +131,8 @@ class Recorder:
         forward = self._watch.require(router.name, len(gate.used_NK))
         compact_NK = gate.used_NK.detach().to(id_dtype(self._num_experts))
         self._calls.append((router, compact_NK.view(*forward.shape, -1)))
-        if self._keep_weights:
-            self._weights.append(gate.weights.detach().view(*forward.shape, -1))
+        for name, value_of in self._kept_of.items():
+            self._kept[name].append(value_of(gate).detach().view(*forward.shape, -1))
 
     def _end(self, forward: Forward, output: Any) -> None:
         silent = {router.name for router in self._routers} - {router.name for router, _ in self._calls}
@@ -116,18 +143,18 @@ class Recorder:
         layer_ids = tuple(router.layer_id for router, _ in self._calls)
         device = forward.valid.device
         experts_BTLK = torch.stack([ids_BTK.to(device) for _, ids_BTK in self._calls], dim=2)
-        weights_BTLK = None
-        if self._keep_weights:
-            weights_BTLK = torch.stack([weights.to(device) for weights in self._weights], dim=2)
-        self._calls.clear()
-        self._weights.clear()
+        kept = {
+            name: torch.stack([values.to(device) for values in layers], dim=2)
+            for name, layers in self._kept.items()
+        }
+        self._clear()
         cache = _cache_of(forward, output)
         recording = self._recording_of(forward.start, cache)
         if recording is None:
             recording = _Recording(layer_ids, self._num_experts, cache)
             self._follow(cache)
             self._recordings.append(recording)
-        recording.add(forward, experts_BTLK, weights_BTLK, layer_ids)
+        recording.add(forward, experts_BTLK, kept, layer_ids)
 
     def _recording_of(self, start: int, cache: Any) -> _Recording | None:
         """The recording that the rows already in `cache` belong to."""
@@ -159,13 +186,13 @@ class _Recording:
     def __init__(self, layer_ids: tuple[int, ...], num_experts: int, cache: Any) -> None:
         self.layer_ids, self.num_experts = layer_ids, num_experts
         self.cache = (lambda: None) if cache is None else weakref.ref(cache)
-        self._chunks: list[tuple[Forward, Tensor, Tensor | None]] = []
+        self._chunks: list[tuple[Forward, Tensor, dict[str, Tensor]]] = []
 
     def add(
         self,
         forward: Forward,
         experts_BTLK: Tensor,
-        weights_BTLK: Tensor | None,
+        kept: dict[str, Tensor],
         layer_ids: tuple[int, ...],
     ) -> None:
         if self._chunks and forward.shape[0] != self._chunks[0][0].shape[0]:
@@ -177,7 +204,7 @@ class _Recording:
             raise RoutingError(
                 f"layers {self.layer_ids} were routed first, then {layer_ids} on the same cache"
             )
-        self._chunks.append((forward, experts_BTLK, weights_BTLK))
+        self._chunks.append((forward, experts_BTLK, kept))
 
     def trace(self) -> RoutingTrace:
         valid_BT = self._joined([forward.valid for forward, _, _ in self._chunks])
@@ -185,9 +212,10 @@ class _Recording:
         trace = RoutingTrace(experts_BTLK, valid_BT, self.layer_ids, self.num_experts)
         return trace.where(valid_BT)._trusted()
 
-    def weights(self) -> Tensor:
-        weights_BTLK = self._joined([weights for _, _, weights in self._chunks if weights is not None])
-        return weights_BTLK * self.trace().valid[..., None, None]
+    def kept(self, name: str) -> Tensor:
+        values = self._joined([kept[name] for _, _, kept in self._chunks])
+        # not a product: the score of an expert outside the chosen groups is -inf
+        return values.masked_fill(~self.trace().valid[..., None, None], 0)
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         """[B, T, ...] of all chunks, zeros where none has rows."""

@@ -583,3 +583,26 @@ def test_top_1_routers_that_get_no_gradient(family):
         assert router.top_k == 1
         largest = max(float(parameter.grad.abs().max()) for parameter in gate_weights(family, router.module))
         assert router_gets_gradient(router) == (largest > 1e-6), (router.name, largest)
+
+
+# Routers without one score per expert: a table chooses, or one argmax after the other.
+NO_SCORES = {"deepseek_v4", "phimoe"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_top_k_of_the_selection_scores_are_the_experts(family):
+    model = build(family)
+    if family in NO_SCORES:
+        with pytest.raises(RoutingError, match="no selection scores"), record_routing(model, scores=True):
+            step(model)
+        return
+    with record_routing(model, scores=True) as recorder:
+        step(model)
+    scores_BTLE, trace = recorder.scores(), recorder.trace()
+    assert scores_BTLE.dtype == torch.float32 and not scores_BTLE.requires_grad
+    chosen = torch.zeros_like(scores_BTLE, dtype=torch.bool).scatter(-1, trace.experts.long(), True)
+    above = scores_BTLE.masked_fill(~chosen, torch.inf).amin(-1) > scores_BTLE.masked_fill(
+        chosen, -torch.inf
+    ).amax(-1)
+    assert bool(above[trace.valid].all())
+    assert bool((scores_BTLE[~trace.valid] == 0).all())
