@@ -13,6 +13,7 @@ ROOMS = {
     "models": {"models", "routing"},
     "store": {"store"},
     "training": {"training", "routing", "objectives", "tasks", "models", "store"},
+    "laboratory": {"laboratory", "routing", "training", "models", "tasks", "objectives", "store"},
     "integrations": {"integrations", "routing", "objectives"},
     "analysis": {"analysis", "store"},
 }

@@ -1,0 +1,113 @@
+"""What the commands that write run directories share: one job from its config to DONE, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config import Config, register, run_config
+from moe_rl.models import LanguageModel
+from moe_rl.store import StoreError
+from moe_rl.tasks import Task
+from moe_rl.training.cold_start import ColdStartError, cold_start
+
+# What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
+USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError, OmegaConfBaseException)
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+register()
+
+
+def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | None:
+    """Run one job in the directory Hydra gave it: that directory, or None where it was done already.
+
+    An error is one line on stderr; it ends the process, or in a sweep goes on to Hydra, which runs the other
+    jobs and then exits with 1.
+    """
+    path = Path(HydraConfig.get().runtime.output_dir)
+    shown = os.path.relpath(path)
+    if (path / "DONE").exists():
+        print(f"{shown}: done already")
+        return None
+    try:
+        run(cfg, path)
+    except KeyboardInterrupt:
+        print(f"\n{shown}: stopped; the same command continues it", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        print(f"{shown}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        if not (path / "config.yaml").exists():
+            remove_empty(path)  # refused before it began
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise
+        if isinstance(error, USER_ERRORS):
+            sys.exit(1)  # the line above says it all
+        raise
+    return path
+
+
+def remove_empty(path: Path) -> None:
+    """Take away the directory that Hydra made for a run, and its parent, where nothing is in them."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
+        path.parent.rmdir()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Around a command's `main`: a sweep's launcher that is interrupted, whose runs have said their own."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command continues it", file=sys.stderr)
+        sys.exit(130)
+
+
+def command(module: str) -> list[str]:
+    """What starts this run alone: a sweep's worker process was started by its launcher."""
+    return ["python", "-m", module, *HydraConfig.get().overrides.task]
+
+
+def terminal_line() -> int:
+    """The line of this run's progress bar: runs of a parallel sweep share one terminal."""
+    hydra_config = HydraConfig.get()
+    jobs = hydra_config.launcher.get("n_jobs", 1)
+    if hydra_config.mode != RunMode.MULTIRUN or jobs == 1:
+        return 0
+    return hydra_config.job.num % (jobs if jobs > 0 else os.cpu_count() or 1)
+
+
+def versions() -> dict[str, str]:
+    """The libraries that decide what the same weights and tokens give."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
+
+
+def start(
+    lm: LanguageModel, task: Task, config: Config, cfg: DictConfig, content: str, bar: int
+) -> dict[str, object]:
+    """The cold start, shared by every run with the same model, task and warm-up options."""
+    if not config.cold_start.enabled:
+        return {}
+    whole = run_config(cfg)
+    temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
+    identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")}
+    identity |= {"rollout": [temperature, max_new_tokens], "content": content, "versions": versions()}
+    warm = cold_start(
+        lm,
+        task,
+        config.cold_start,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        identity=identity,
+        cache=Path(config.output) / "cold_starts",
+        bar=bar,
+    )
+    return {"cold_start_steps": warm.steps, "cold_start_accuracy": warm.accuracy}
