@@ -32,6 +32,7 @@ from moe_rl.routing.trace import RoutingError, RoutingTrace, Rows, id_dtype, row
 
 FORMAT = "moe_rl.routing_trace"
 FORMAT_VERSION = 2
+MAX_EXPERTS = 1 << 16  # a header beyond is damage; the sizes of its sets alone could take minutes
 _CHUNK = 8_192  # token-layers packed at a time, a multiple of 8: temporaries stay in the cache
 
 
@@ -92,6 +93,8 @@ class RowCode:
 def write_trace(trace: RoutingTrace, path: Path, ordered: bool) -> None:
     """Write `trace` in one step: a reader sees the old file or the new, never a part."""
     trace = trace.compact()
+    if trace.num_experts > MAX_EXPERTS:
+        raise RoutingError(f"a file holds traces of up to {MAX_EXPERTS} experts, got {trace.num_experts}")
     B, T = trace.valid.shape
     header = {
         "version": FORMAT_VERSION,
@@ -141,7 +144,7 @@ class TraceFile:
             self._file = safe_open(self.path, framework="np")
             self._text = _header_text(self.path, self._file.metadata() or {})
             self._read_header(json.loads(self._text))
-        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if isinstance(error, RoutingError):
                 raise
             raise RoutingError(f"{self.path} is not a routing trace, or damaged: {error}") from error
@@ -231,7 +234,7 @@ def _require_header(header: dict[str, Any]) -> None:
         if len(numbers) != size and size is not None:
             raise RoutingError(f"not a routing trace, or damaged: {name} must be [B, T], is {numbers}")
     for name, fits in {
-        "num_experts": _is_count(header["num_experts"], 1),
+        "num_experts": _is_count(header["num_experts"], 1) and header["num_experts"] <= MAX_EXPERTS,
         "top_k": _is_count(header["top_k"], 1),
         "ordered": isinstance(header["ordered"], bool),
         "source": isinstance(header["source"], str | None),

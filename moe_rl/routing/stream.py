@@ -1,13 +1,15 @@
 """Traces appended to disk as they come, in bounded memory.
 
 A stream is a directory: `stream.json`, which says what model it is of and, once it is finished, how many
-files it has, and `000000.safetensors`, `000001.safetensors`, …, each a trace that `RoutingTrace.open` reads.
+files it has, with a CRC-32 of what it says, and `000000.safetensors`, `000001.safetensors`, …, each a trace
+that `RoutingTrace.open` reads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +19,7 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.trace import RoutingTrace
 
 MANIFEST = "stream.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _OBJECT_BYTES = 2_048  # of a trace and its tensors besides the ids: what single decode steps weigh
 
 
@@ -96,6 +98,7 @@ class TraceWriter:
 
     def _write_manifest(self, files: int | None) -> None:
         manifest = {"version": FORMAT_VERSION, **self._model, "dim": self._dim, "files": files}
+        manifest["checksum"] = _checksum(manifest)
         temporary = self.path / f".{MANIFEST}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(manifest, file)
@@ -121,12 +124,16 @@ class TraceStream:
                 raise RoutingError(
                     f"{path} is a stream of format {manifest['version']}; this version reads {FORMAT_VERSION}"
                 )
+            if manifest["checksum"] != _checksum(manifest):  # a flipped bit of dim would join along the other
+                raise RoutingError(f"{path} is damaged: the checksum of {MANIFEST} does not match")
             self._model = {name: manifest[name] for name in ("layer_ids", "num_experts", "top_k")}
             self.dim: int = manifest["dim"]
             files: int | None = manifest["files"]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RoutingError(f"{path} is not a stream of traces: it has no {MANIFEST}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            if isinstance(error, RoutingError):
+                raise
             raise RoutingError(f"{path} is not a stream of traces, or damaged: {error!r}") from error
         present = sorted(self.path.glob("*.safetensors"))
         self.complete = files is not None
@@ -167,6 +174,12 @@ def _require_model(model: dict[str, Any], trace: RoutingTrace) -> None:
     }
     if of_trace != model:
         raise RoutingError(f"the stream is of a model with {model}, the trace of one with {of_trace}")
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """CRC-32 of everything else in a manifest."""
+    rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _file(path: Path, number: int) -> Path:

@@ -31,13 +31,24 @@ class SubsetCode:
         # Sums of K fields must not overflow, hence room above the width when there are several.
         self.fields = 1 if self.bits <= 63 else -(-self.bits // 48)
         self.width = -(-self.bits // self.fields)
-        size = comb(num_experts, top_k)
-        self._size = self._split([size])
+
+    # The tables are built when a set is first coded: reading a damaged header must cost nothing.
+    @functools.cached_property
+    def _size(self) -> NDArray[np.int64]:
+        return self._split([comb(self.num_experts, self.top_k)])
+
+    @functools.cached_property
+    def _binomials(self) -> list[NDArray[np.int64]]:
         # c_i is at most E - K + i - 1: binomials above C(E, K) are never added, and would not fit the fields.
-        self._binomials = [
-            self._split([min(comb(c, i), size) for c in range(num_experts + 1)]) for i in range(1, top_k + 1)
+        size = comb(self.num_experts, self.top_k)
+        return [
+            self._split([min(comb(c, i), size) for c in range(self.num_experts + 1)])
+            for i in range(1, self.top_k + 1)
         ]
-        self._guesses = [_GuessTable(num_experts, i) for i in range(2, top_k + 1)]
+
+    @functools.cached_property
+    def _guesses(self) -> list[_GuessTable]:
+        return [_GuessTable(self.num_experts, i) for i in range(2, self.top_k + 1)]
 
     def rank(self, experts_KN: Integers) -> NDArray[np.int64]:
         """int64 [F, N] from distinct ids [K, N] in any order."""

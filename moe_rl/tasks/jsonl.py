@@ -106,7 +106,7 @@ def read_problems(path: Path) -> list[Problem]:
 def _problem(line: bytes, where: str) -> Problem:
     try:
         record = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise ValueError(
             f"{where}: expected one JSON object in UTF-8, got {line[:60]!r} ({error})"
         ) from error

@@ -112,12 +112,18 @@ def test_directories_that_are_no_complete_stream(tmp_path):
     (path / "000001.safetensors").rename(path / "000003.safetensors")
     with pytest.raises(RoutingError, match="3 traces numbered from 0, found"):
         TraceStream(path)
-    (path / "stream.json").write_text(json.dumps({**good, "files": None}))
+    TraceWriter._write_manifest(writer, files=None)
     with pytest.raises(RoutingError, match="3 traces numbered from 0, found"):
         TraceStream(path)
-    for text in ("", "[]", "{}", json.dumps({**good, "version": 9})):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        *(json.dumps(good | part) for part in ({"version": 9}, {"dim": 1})),
+    ):
         (path / "stream.json").write_text(text)
-        with pytest.raises(RoutingError, match=r"not a stream|format 9"):
+        with pytest.raises(RoutingError, match=r"not a stream|format 9|checksum of stream"):
             TraceStream(path)
     with TraceWriter(tmp_path / "empty", LAYERS, E, K):
         pass
