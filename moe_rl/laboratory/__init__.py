@@ -1,0 +1,1 @@
+"""Measures how many experts change, where and why: model and tensors in, frozen tables out."""
