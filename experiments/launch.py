@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config import Config, register, run_config
 from moe_rl.models import LanguageModel
 from moe_rl.store import StoreError
+from moe_rl.store.files import writing
 from moe_rl.tasks import Task
 from moe_rl.training.cold_start import ColdStartError, cold_start
 
@@ -24,6 +27,22 @@ from moe_rl.training.cold_start import ColdStartError, cold_start
 USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError, OmegaConfBaseException)
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 register()
+
+
+class WritableOutput(Callback):
+    """Refuses an output folder that cannot be written: Hydra would fail in it with a traceback."""
+
+    def on_run_start(self, config: DictConfig, **_: object) -> None:
+        output = Path(config.output)
+        try:
+            with writing(output):
+                output.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=output).close()
+        except StoreError as error:
+            print(f"failed: {error}", file=sys.stderr)
+            sys.exit(1)
+
+    on_multirun_start = on_run_start
 
 
 def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | None:

@@ -21,7 +21,7 @@ from experiments.launch import CONF, attempt, command, interruptible, start, ter
 from moe_rl.analysis.collapse import detect_collapse
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
-from moe_rl.store import Run, RunStore, environment
+from moe_rl.store import Run, RunStore, environment, whole_directory
 from moe_rl.training.border import (
     check_together,
     content_digest,
@@ -64,7 +64,8 @@ def run(cfg: DictConfig, path: Path) -> None:
         warm = start(lm, task, config, cfg, content, bar)
         title = f"{config.arm} seed {config.seed}"
         train(lm, task, objective, config, store, title=title, bar=bar)
-        lm.save(path / "final")
+        with whole_directory(path / "final") as folder:
+            lm.save(folder)
         store.finish(summary(path, lm, config) | warm)
 
 

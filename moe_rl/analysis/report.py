@@ -1,17 +1,20 @@
 """Writes a report: one self-contained page, every figure as PNG, every number as CSV."""
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from moe_rl.analysis.comparison import Comparison, compare
 from moe_rl.analysis.figures import draw_all
 from moe_rl.analysis.page import Section, render
 from moe_rl.analysis.plots import looks
 from moe_rl.analysis.tables import arm_table, difference_table, run_table
-from moe_rl.store import Run
+from moe_rl.store import Run, write_atomic
+from moe_rl.store.files import writing
 
 DOTS_PER_INCH = 130
 
@@ -20,12 +23,14 @@ def write_report(runs: Sequence[Run], out: Path, command: str) -> Path:
     """Write out/index.html, out/figures/*.png and out/tables/*.csv; returns the page's path.
 
     Runs of different experiments, models or tasks get sections and figures of their own.  `command` is
-    what the page gives as the way to make it again.
+    what the page gives as the way to make it again.  Every file is whole at any moment, the page comes last;
+    StoreError when one cannot be written.
     """
     comparisons = compare(runs)
     look = looks([arm for comparison in comparisons for arm in comparison.arms])
     for folder in ("figures", "tables"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
+        with writing(out):
+            (out / folder).mkdir(parents=True, exist_ok=True)
     sections = []
     for comparison in comparisons:
         prefix = f"{_slug(comparison)}-" if len(comparisons) > 1 else ""
@@ -33,18 +38,24 @@ def write_report(runs: Sequence[Run], out: Path, command: str) -> Path:
         tables = {"runs": run_rows, "arms": arm_table(run_rows), "differences": difference_table(run_rows)}
         figures = draw_all(comparison, look)
         for figure in figures:
-            figure.figure.savefig(out / "figures" / f"{prefix}{figure.name}.png", dpi=DOTS_PER_INCH)
+            _write_png(figure.figure, out / "figures" / f"{prefix}{figure.name}.png")
             tables |= {figure.name: figure.data, f"{figure.name}_bands": figure.bands}
         for name, table in tables.items():
             _write_csv(table, out / "tables" / f"{prefix}{name}.csv")
         sections.append(Section(comparison, run_rows, tables["arms"], tables["differences"], figures, prefix))
     page = out / "index.html"
-    page.write_text(render(sections, out, command), encoding="utf-8")
+    write_atomic(page, render(sections, out, command))
     return page
 
 
+def _write_png(figure: Figure, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
+    write_atomic(path, content.getvalue())
+
+
 def _write_csv(table: pd.DataFrame, path: Path) -> None:
-    table.to_csv(path, index=False)
+    write_atomic(path, table.to_csv(index=False))
 
 
 def _slug(comparison: Comparison) -> str:

@@ -4,19 +4,30 @@
     environment.json    versions, commit, threads and start time of the first try
     steps.jsonl         one record a rollout batch       updates.jsonl   one a gradient update
     evals.jsonl         one record an evaluation         events.jsonl    restarts, repairs, old failures
-    checkpoints/        step-00000020/{model,optimizer}.safetensors, state.json
+    checkpoints/        step-00000020/{model,optimizer}.safetensors, state.json, SHA256SUMS
     DONE | FAILED       JSON summary of a finished run | traceback of a failed one
     run.lock, run.pid   held while a process writes
 
-Every whole file is written beside its place, fsynced and renamed, and every metric is one appended line,
-so that a process killed at any moment leaves a directory that can be read and resumed.  Importing this
-package does not import torch.
+Every whole file and every checkpoint is written beside its place, fsynced and renamed, and every metric is
+one appended line, so that a process killed at any moment leaves a directory that can be read and resumed.
+What cannot be written (disk full, no permission) is one StoreError.  Importing this package does not import
+torch.
 """
 
 from moe_rl.store.checkpoints import Checkpoint
 from moe_rl.store.environment import environment
-from moe_rl.store.files import StoreError
+from moe_rl.store.files import StoreError, write_atomic
 from moe_rl.store.reader import Run, find_runs
+from moe_rl.store.whole import whole_directory
 from moe_rl.store.writer import RunStore
 
-__all__ = ["Checkpoint", "Run", "RunStore", "StoreError", "environment", "find_runs"]
+__all__ = [
+    "Checkpoint",
+    "Run",
+    "RunStore",
+    "StoreError",
+    "environment",
+    "find_runs",
+    "whole_directory",
+    "write_atomic",
+]

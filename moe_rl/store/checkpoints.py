@@ -1,20 +1,19 @@
 """Checkpoints: safetensors and JSON, hashed, whole or absent."""
 
-import hashlib
 import json
-import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_rl.store.files import StoreError, sync_directory, to_json, write_synced
+from moe_rl.store.files import StoreError, to_json
+from moe_rl.store.whole import discard, verify, whole_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+STATE_FILE = "state.json"
 KEEP = 2  # one to resume from, and one for the case that it turns out to be damaged
 
 
@@ -45,41 +44,28 @@ def save_checkpoint(
     optimizer: "dict[str, Tensor]",
     state: dict[str, Any],
 ) -> Path:
-    """Write `directory/step-XXXXXXXX` whole or not at all, then drop all but the last two."""
+    """Write `directory/step-XXXXXXXX` whole or not at all, then drop all but the last two.
+
+    Raises StoreError when it cannot be written; the checkpoints that were there stay.
+    """
     final = directory / f"step-{step:08d}"
-    temporary = directory / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
-        _save_tensors(temporary / name, tensors)
-    hashes = {name: _sha256(temporary / name) for name in TENSOR_FILES}
-    write_synced(temporary / "state.json", to_json({"step": step, "sha256": hashes, "state": state}))
-    sync_directory(temporary)
-    if final.exists():  # the same step again, after a rewind
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    sync_directory(directory)
+    with whole_directory(final) as folder:
+        for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
+            _save_tensors(folder / name, tensors)
+        (folder / STATE_FILE).write_text(to_json({"step": step, "state": state}), encoding="utf-8")
     for _, old in step_directories(directory)[:-KEEP]:
-        shutil.rmtree(old)
+        discard(old)
     return final
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint; raises StoreError that says what is damaged."""
+    verify(path, (*TENSOR_FILES, STATE_FILE))
     try:
-        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        hashes = {name: content["sha256"][name] for name in TENSOR_FILES}
-        checkpoint = Checkpoint(step=content["step"], path=path, state=content["state"])
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        return Checkpoint(step=content["step"], path=path, state=content["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path / 'state.json'} cannot be read: {error!r}") from error
-    for name, expected in hashes.items():
-        file = path / name
-        if not file.exists():
-            raise StoreError(f"{file} is missing")
-        found = _sha256(file)
-        if found != expected:
-            raise StoreError(f"{file} is damaged: expected sha256 {expected[:12]}…, found {found[:12]}…")
-    return checkpoint
+        raise StoreError(f"{path / STATE_FILE} cannot be read: {error!r}") from error
 
 
 def step_directories(directory: Path) -> list[tuple[int, Path]]:
@@ -103,16 +89,9 @@ def _save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
         storages.add(value.untyped_storage().data_ptr())
         plain[name] = value
     save_file(plain, path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _load_tensors(path: Path) -> "dict[str, Tensor]":
     from safetensors.torch import load_file
 
     return load_file(path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

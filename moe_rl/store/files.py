@@ -1,13 +1,36 @@
 """Files that survive a kill: atomic whole-file writes, append-only JSON lines."""
 
+import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 class StoreError(RuntimeError):
-    """A run directory is missing, in use, damaged, or belongs to another configuration."""
+    """A run directory is missing, in use, damaged, cannot be written, or is of another configuration."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write below `path` into one StoreError: which path, why, and what to do.
+
+    The system's own error for a full disk names no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = "mend that and give the same command again"
+        if error.errno in FULL:
+            advice = "free space there and give the same command again"
+        elif error.errno in FORBIDDEN:
+            advice = "make it writable or choose another folder"
+        raise StoreError(f"{path} cannot be written ({error.strerror or error}): {advice}") from error
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -26,8 +49,8 @@ def _plain(value: Any) -> Any:
     )
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames inside a directory durable."""
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames inside a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,25 +58,29 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part.
 
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old text or the new, never a part."""
+    Raises StoreError when it cannot be written; what was there stays.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, text)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # a full disk needs the space
+            raise
+        sync(path.parent)
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one record as one line and hand it to the operating system at once."""
     line = to_json(record) + "\n"
-    with open(path, "a", encoding="utf-8") as file:
+    with writing(path), open(path, "a", encoding="utf-8") as file:
         file.write(line)
 
 
@@ -84,4 +111,5 @@ def drop_torn_line(path: Path) -> None:
     content = path.read_bytes()
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
-        os.truncate(path, complete)
+        with writing(path):
+            os.truncate(path, complete)

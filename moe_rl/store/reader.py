@@ -1,6 +1,7 @@
 """The reader of run directories: config, metrics as data frames, status."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,9 +108,9 @@ def find_runs(*paths: str | Path) -> list[Run]:
 
 
 def _run_directories(path: Path) -> Iterator[Path]:
-    for file in path.rglob("environment.json"):
-        if _is_run(file.parent):
-            yield file.parent
+    for directory, _, files in os.walk(path):  # which passes over what a running process removes meanwhile
+        if "environment.json" in files and _is_run(Path(directory)):
+            yield Path(directory)
 
 
 def _is_run(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """The writer of a run directory: one process at a time, resumable after a kill."""
 
+import contextlib
 import os
-import shutil
 import sys
 import traceback
 from datetime import UTC, datetime
@@ -19,10 +19,12 @@ from moe_rl.store.files import (
     append_line,
     drop_torn_line,
     read_lines,
-    sync_directory,
+    sync,
     to_json,
     write_atomic,
+    writing,
 )
+from moe_rl.store.whole import discard, recover_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +54,12 @@ class RunStore:
         Args: `config` of plain YAML values (dicts, lists, numbers, strings); `environment` as
         `moe_rl.store.environment()` gives it, which is called when it is None.
         Reopening clears a FAILED marker (its text goes to events.jsonl) and keeps DONE.
-        Raises StoreError when another process writes there, or when the stored configuration differs.
+        Raises StoreError when another process writes there, when the stored configuration differs, or when
+        the directory cannot be written.
         """
         path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
         store = cls(path, _acquire(path))
         try:
             store._prepare(_plain_config(config), environment or current_environment())
@@ -66,12 +70,16 @@ class RunStore:
 
     def _prepare(self, config: dict[str, Any], environment: dict[str, Any]) -> None:
         config_file = self.path / "config.yaml"
+        started = config_file.exists()
+        if started:
+            _require_same(yaml.safe_load(config_file.read_text(encoding="utf-8")), config, config_file)
+        for leftover in self.path.glob(".*.tmp"):  # of whole-file writes
+            if leftover.is_file():
+                leftover.unlink()
+        recover_all(self.path / "checkpoints")
         for stream in STREAMS:
             drop_torn_line(self._stream(stream))
-        for leftover in (self.path / "checkpoints").glob(".step-*.tmp"):
-            shutil.rmtree(leftover)
-        if config_file.exists():
-            _require_same(yaml.safe_load(config_file.read_text(encoding="utf-8")), config, config_file)
+        if started:
             self.event("reopened", environment=environment)
         else:
             write_atomic(self.path / "environment.json", to_json(environment, indent=2) + "\n")
@@ -100,16 +108,23 @@ class RunStore:
         state: dict[str, Any],
     ) -> Path:
         """Save tensors and a JSON-able state as of the end of `step`; the last two checkpoints stay."""
+        for stream in METRIC_STREAMS:  # a checkpoint must not outlive the metrics of its steps
+            if self._stream(stream).exists():
+                sync(self._stream(stream))
         return save_checkpoint(self.path / "checkpoints", step, model, optimizer, state)
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose hashes hold, or None; damaged ones are reported and passed over."""
-        for step, path in reversed(step_directories(self.path / "checkpoints")):
+        saved = step_directories(self.path / "checkpoints")
+        for step, path in reversed(saved):
             try:
                 return load_checkpoint(path)
             except StoreError as error:
                 print(f"checkpoint of step {step} passed over: {error}", file=sys.stderr)
                 self.event("damaged_checkpoint", step=step, text=str(error))
+        if saved:
+            print(f"{self.path}: no good checkpoint is left, the run starts over", file=sys.stderr)
+            self.event("started_over")
         return None
 
     def rewind(self, step: int) -> None:
@@ -126,7 +141,7 @@ class RunStore:
                 write_atomic(file, "".join(to_json(record) + "\n" for record in kept))
         for later, path in step_directories(self.path / "checkpoints"):
             if later > step:
-                shutil.rmtree(path)
+                discard(path)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run done: `summary` becomes the JSON content of DONE."""
@@ -139,7 +154,8 @@ class RunStore:
     def close(self) -> None:
         """Let other processes write here."""
         if self._lock.is_locked:
-            (self.path / "run.pid").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # only says who holds the lock
+                (self.path / "run.pid").unlink(missing_ok=True)
             self._lock.release()
 
     def __enter__(self) -> "RunStore":
@@ -151,9 +167,14 @@ class RunStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):
-            self.fail("".join(traceback.format_exception(kind, error, trace)))
-        self.close()
+        try:
+            if isinstance(error, Exception):
+                self.fail("".join(traceback.format_exception(kind, error, trace)))
+        except StoreError as second:  # a full disk: the first error must not be lost behind it
+            assert error is not None
+            error.add_note(str(second))
+        finally:
+            self.close()
 
     def _stream(self, stream: str) -> Path:
         return self.path / f"{stream}.jsonl"
@@ -166,16 +187,20 @@ def _acquire(path: Path) -> FileLock:
     """
     lock = FileLock(path / "run.lock")
     pid_file = path / "run.pid"
+    with writing(path):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
+            raise StoreError(
+                f"{path} is in use by another process (pid {pid}): "
+                "wait for it, or give this run another directory"
+            ) from error
     try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-        raise StoreError(
-            f"{path} is in use by another process (pid {pid}): "
-            "wait for it, or give this run another directory"
-        ) from error
-    pid_file.write_text(f"{os.getpid()}\n")
-    sync_directory(path)
+        write_atomic(pid_file, f"{os.getpid()}\n")
+    except StoreError:
+        lock.release()
+        raise
     return lock
 
 

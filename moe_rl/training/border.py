@@ -12,7 +12,7 @@ import torch
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective
 from moe_rl.objectives.preference import DPO, Contrastive
-from moe_rl.store import StoreError
+from moe_rl.store import StoreError, write_atomic
 from moe_rl.tasks import Task
 from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.checkpoint import model_tensors
@@ -93,7 +93,7 @@ def require_same_content(directory: Path, content: str) -> None:
     """Raise `StoreError` when a run is continued on other weights, tokenizer or problems than it began on."""
     file = directory / "content.txt"
     if not file.exists():
-        file.write_text(content + "\n", encoding="utf-8")
+        write_atomic(file, content + "\n")
     elif file.read_text(encoding="utf-8").strip() != content:
         raise StoreError(
             f"{directory} began with other weights, another tokenizer or other problems under the same "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,12 +19,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from moe_rl.models import LanguageModel
+from moe_rl.routing.routers import find_routers, has_routers
+from moe_rl.store import StoreError
+from moe_rl.store.files import writing
+from moe_rl.store.whole import discard, recover, verify, whole_directory
 from moe_rl.tasks import Task
 from moe_rl.tasks.encode import answer_ids, prompt_ids
+from moe_rl.training.balance import load_balancing_loss
 from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.config import ColdStartConfig
 from moe_rl.training.evaluate import accuracy, held_out_for_cold_start
 
+WEIGHTS, RESULT = "model.safetensors", "result.json"
 EXAMPLES_PER_SEED = 10_000_000  # a seed's examples are its own stretch of the task's stream
 
 
@@ -62,14 +66,17 @@ def cold_start(
     """
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True, default=str).encode(), digest_size=6)
     path = cache / digest.hexdigest()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _acquire(path):
-        if not (path / "result.json").exists():
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(path)
+    with lock:
+        result = _found(path)
+        if result is None:
             steps, reached = _train(lm, task, config, temperature, max_new_tokens, bar)
-            _save(path, lm, {"steps": steps, "accuracy": reached, "identity": identity})
+            result = {"steps": steps, "accuracy": reached, "identity": identity}
+            _save(path, lm, result)
         # Always through the file, so that a run that trained it and a run that found it start alike.
-        restore_model(lm.model, load_file(path / "model.safetensors"))
-        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        restore_model(lm.model, load_file(path / WEIGHTS))
     return ColdStart(path, result["steps"], result["accuracy"])
 
 
@@ -83,23 +90,34 @@ def _acquire(path: Path) -> AbstractContextManager[object]:
         return lock.acquire()
 
 
+def _found(path: Path) -> dict[str, Any] | None:
+    """What result.json says of a cached cold start that is there and whole."""
+    recover(path)
+    if not path.exists():
+        return None
+    try:
+        verify(path, (WEIGHTS, RESULT))
+    except StoreError as error:
+        print(f"cold start computed again: {error}", file=sys.stderr, flush=True)
+        discard(path)
+        return None
+    result: dict[str, Any] = json.loads((path / RESULT).read_text(encoding="utf-8"))
+    return result
+
+
 def _save(path: Path, lm: LanguageModel, result: dict[str, Any]) -> None:
-    """The directory appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_file(
-        {k: v.contiguous().cpu() for k, v in model_tensors(lm.model).items()}, temporary / "model.safetensors"
-    )
-    (temporary / "result.json").write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(temporary, path)
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in model_tensors(lm.model).items()}
+    with whole_directory(path) as folder:
+        save_file(tensors, folder / WEIGHTS)
+        (folder / RESULT).write_text(json.dumps(result, indent=2, default=str), encoding="utf-8")
 
 
 def _train(
     lm: LanguageModel, task: Task, config: ColdStartConfig, temperature: float, max_new_tokens: int, bar: int
 ) -> tuple[int, float]:
     """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
+    if config.aux_loss_coef and not has_routers(lm.model):
+        raise ColdStartError("cold_start.aux_loss_coef balances the load of experts, and this model has none")
     lm.model.eval()  # no dropout, as in RL
     tqdm.write(f"cold start: up to {config.steps} steps, to a sampled accuracy of {config.target_accuracy}")
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
@@ -118,9 +136,7 @@ def _train(
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)
         first = config.seed * EXAMPLES_PER_SEED + (step - 1) * config.batch_size
-        loss = _supervised_step(
-            lm, optimizer, task, range(first, first + config.batch_size), config.microbatch
-        )
+        loss = _supervised_step(lm, optimizer, task, range(first, first + config.batch_size), config)
         progress.set_postfix(loss=f"{loss:.4f}", accuracy=f"{best:.3f}")
         if step % config.eval_every == 0 or step == config.steps:
             reached = accuracy(
@@ -151,19 +167,20 @@ def _supervised_step(
     optimizer: torch.optim.Optimizer,
     task: Task,
     items: Sequence[int],
-    microbatch: int | None,
+    config: ColdStartConfig,
 ) -> float:
-    """One update on worked examples; the mean cross-entropy of answer tokens, in nats."""
+    """One update on worked examples; the loss: mean cross-entropy of answer tokens (nats), and balance."""
     examples = [
         (prompt_ids(lm.tokenizer, problem), answer_ids(lm.tokenizer, problem))
         for problem in map(task.warmup, items)
     ]
     answer_tokens = sum(len(answer) for _, answer in examples)
-    size = microbatch or len(examples)
+    size = config.microbatch or len(examples)
     total = 0.0
     optimizer.zero_grad()
     for start in range(0, len(examples), size):
-        loss = supervised_loss(lm, examples[start : start + size]) / answer_tokens
+        part = examples[start : start + size]
+        loss = supervised_loss(lm, part, config.aux_loss_coef) / answer_tokens
         loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(lm.model.parameters(), 1.0)
@@ -171,8 +188,13 @@ def _supervised_step(
     return total
 
 
-def supervised_loss(lm: LanguageModel, examples: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Summed cross-entropy (nats) of the answers' tokens given their prompts; padded on the right."""
+def supervised_loss(
+    lm: LanguageModel, examples: Sequence[tuple[list[int], list[int]]], aux_loss_coef: float = 0.0
+) -> Tensor:
+    """Summed cross-entropy (nats) of the answers' tokens given their prompts; padded on the right.
+
+    `aux_loss_coef` times the load-balancing loss over all tokens is added for each of the answers' tokens.
+    """
     width = max(len(prompt) + len(answer) for prompt, answer in examples)
     ids_BT = torch.full((len(examples), width), lm.pad_id)
     labels_BT = torch.full_like(ids_BT, -100)
@@ -183,7 +205,17 @@ def supervised_loss(lm: LanguageModel, examples: Sequence[tuple[list[int], list[
         labels_BT[row, len(prompt) : end] = torch.tensor(answer)
         mask_BT[row, :end] = 1
     device = lm.model.device
-    logits = lm.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), use_cache=False).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten().to(device), reduction="sum"
+    output = lm.model(
+        input_ids=ids_BT.to(device),
+        attention_mask=mask_BT.to(device),
+        use_cache=False,
+        **({"output_router_logits": True} if aux_loss_coef else {}),  # unknown to dense models
     )
+    loss = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten().to(device), reduction="sum"
+    )
+    if aux_loss_coef:
+        top_k = [router.top_k for router in find_routers(lm.model)]
+        balance = load_balancing_loss(output.router_logits, top_k, mask_BT.to(device))
+        loss = loss + aux_loss_coef * sum(len(answer) for _, answer in examples) * balance
+    return loss

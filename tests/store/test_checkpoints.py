@@ -1,3 +1,4 @@
+import hashlib
 import os
 from pathlib import Path
 
@@ -55,46 +56,76 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     assert checkpoint is not None and checkpoint.model()["weight"][0, 0] == 2.0
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "state"])
+def damage(checkpoint: Path, how: str) -> None:
+    tensors, state = checkpoint / "optimizer.safetensors", checkpoint / "state.json"
+    if how == "flipped byte of tensors":
+        content = bytearray(tensors.read_bytes())
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    elif how == "truncated tensors":
+        os.truncate(tensors, tensors.stat().st_size // 2)
+    elif how == "empty tensors":
+        os.truncate(tensors, 0)
+    elif how == "tensors missing":
+        tensors.unlink()
+    elif how == "a directory for tensors":
+        tensors.unlink()
+        tensors.mkdir()
+    elif how == "flipped byte of the state":  # still JSON: step 20 would be taken for step 24
+        state.write_text(state.read_text().replace('"step": 20', '"step": 24'))
+    elif how == "truncated state":
+        state.write_text('{"step": 20, "sta')
+    elif how == "state missing":
+        state.unlink()
+    elif how == "sums missing":
+        (checkpoint / "SHA256SUMS").unlink()
+    else:
+        assert how == "empty sums"
+        os.truncate(checkpoint / "SHA256SUMS", 0)
+
+
+DAMAGES = [
+    "flipped byte of tensors",
+    "truncated tensors",
+    "empty tensors",
+    "tensors missing",
+    "a directory for tensors",
+    "flipped byte of the state",
+    "truncated state",
+    "state missing",
+    "sums missing",
+    "empty sums",
+]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_passed_over(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunStore.open(tmp_path, CONFIG, {"python": ""}) as store:
         save(store, 10, 1.0)
         save(store, 20, 2.0)
-        newest = tmp_path / "checkpoints" / "step-00000020"
-        tensors = newest / "optimizer.safetensors"
-        content = bytearray(tensors.read_bytes())
-        if damage == "flip":
-            content[-1] ^= 1
-            tensors.write_bytes(content)
-        elif damage == "truncate":
-            os.truncate(tensors, len(content) // 2)
-        elif damage == "remove":
-            tensors.unlink()
-        else:
-            (newest / "state.json").write_text('{"step": 20, "sha')
+        damage(tmp_path / "checkpoints" / "step-00000020", how)
         checkpoint = store.latest_checkpoint()
-    assert checkpoint is not None and checkpoint.step == 10 and checkpoint.state == {"updates": 40}
-    assert "checkpoint of step 20 passed over" in capsys.readouterr().err
-    (event,) = Run(tmp_path).events()
-    assert (event["event"], event["step"]) == ("damaged_checkpoint", 20)
+        assert checkpoint is not None and checkpoint.step == 10 and checkpoint.state == {"updates": 40}
+        assert "checkpoint of step 20 passed over" in capsys.readouterr().err
+        (event,) = Run(tmp_path).events()
+        assert (event["event"], event["step"]) == ("damaged_checkpoint", 20)
+
+        damage(tmp_path / "checkpoints" / "step-00000010", "truncated tensors")
+        assert store.latest_checkpoint() is None
+        assert "no good checkpoint is left, the run starts over" in capsys.readouterr().err
+        assert [event["event"] for event in Run(tmp_path).events()[1:]] == [
+            "damaged_checkpoint",
+            "damaged_checkpoint",
+            "started_over",
+        ]
 
 
-def test_a_kill_while_saving_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
+def test_sums_are_those_of_the_sha256sum_command(tmp_path: Path) -> None:
     with RunStore.open(tmp_path, CONFIG, {"python": ""}) as store:
         save(store, 10, 1.0)
-        monkeypatch.setattr(os, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(store, 20, 2.0)
-        monkeypatch.undo()
-        checkpoint = store.latest_checkpoint()
-        assert checkpoint is not None and checkpoint.step == 10
-    assert names(tmp_path) == [".step-00000020.tmp", "step-00000010"]
-    with RunStore.open(tmp_path, CONFIG, {"python": ""}):
-        assert names(tmp_path) == ["step-00000010"]
+    for line in (tmp_path / "checkpoints" / "step-00000010" / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        content = (tmp_path / "checkpoints" / "step-00000010" / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
