@@ -33,7 +33,7 @@ class Member:
 
     @property
     def short(self) -> bool:
-        """Whether it has not reached its last step: unfinished, failed, or stopped by a non-finite value."""
+        """Whether it has not reached its last step: unfinished, failed, or ended as collapsed."""
         return self.run.status != "done" or len(self.steps) < int(self.run.config.get("steps", 0))
 
 
@@ -91,6 +91,23 @@ def collapse_rule(run: Run) -> dict[str, Any]:
     return {key: given.get(key, default) for key, default in RULE.items()}
 
 
+def ended_as_collapsed(run: Run) -> bool:
+    """Whether the run stopped itself at a value that is not finite, rather than crashed."""
+    return run.failure.startswith("collapsed:")
+
+
+def collapse_of(run: Run, steps: pd.DataFrame) -> Collapse:
+    """When a run collapsed: by the rule on its steps, or at the step where it ended as collapsed."""
+    columns = ("reward/mean", "loss", "grad_norm", "updates/skipped")
+    found = detect_collapse(
+        *(steps[column].tolist() if column in steps else [] for column in columns), **collapse_rule(run)
+    )
+    if found.step is not None or not ended_as_collapsed(run):
+        return found
+    ends = [event for event in run.events() if event.get("event") == "collapsed"]
+    return Collapse(ends[-1]["step"], None, ends[-1]["reason"]) if ends else found
+
+
 def differing_settings(comparison: Comparison) -> list[str]:
     """Dotted keys that differ between the members, besides what makes an arm (objective and replay)."""
     keys = _differing([_flatten(member.run.config) for member in comparison.members])
@@ -143,14 +160,11 @@ def _flatten(config: dict[str, Any]) -> dict[str, str]:
 
 def _load(run: Run, arm: str) -> Member:
     steps = run.steps()
-    rewards, losses, norms = (
-        steps[column].tolist() if column in steps else [] for column in ("reward/mean", "loss", "grad_norm")
-    )
     return Member(
         run=run,
         arm=arm,
         steps=steps,
         updates=run.updates(),
         evals=run.evals(),
-        collapse=detect_collapse(rewards, losses, norms, **collapse_rule(run)),
+        collapse=collapse_of(run, steps),
     )

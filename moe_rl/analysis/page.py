@@ -9,7 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from moe_rl.analysis.comparison import Comparison, collapse_rule, differing_settings, setting
+from moe_rl.analysis.comparison import (
+    Comparison,
+    collapse_rule,
+    differing_settings,
+    ended_as_collapsed,
+    setting,
+)
 from moe_rl.analysis.figures import Drawn
 from moe_rl.analysis.statistics import BOOTSTRAP, RANGE
 from moe_rl.analysis.tables import MEASURES, Measure, three_digits
@@ -39,7 +45,7 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: lef
 thead th { border-bottom: 2px solid #999; white-space: nowrap }
 table.equal { table-layout: fixed; width: 100% } td small { display: block; white-space: nowrap }
 code, pre { font-size: .85rem; background: #f4f4f4 }
-pre { padding: .7rem; overflow-x: auto } .failed { color: #a40000 } .unfinished { color: #8a5a00 }
+pre { padding: .7rem; overflow-x: auto } .failed, .collapsed { color: #a40000 } .unfinished { color: #8a5a00 }
 """
 
 
@@ -231,9 +237,9 @@ def _runs(section: Section) -> str:
     rows = [
         [
             escape(row.arm),
-            str(row.seed),
+            escape(str(row.seed)),
             f'<span class="{row.status}">{row.status}</span>',
-            f"{row.steps} of {row.steps_planned}" if pd.notna(row.steps_planned) else str(row.steps),
+            escape(f"{row.steps} of {row.steps_planned}" if pd.notna(row.steps_planned) else str(row.steps)),
             escape(row.collapse),
             f"<code>{escape(row.path)}</code>",
         ]
@@ -241,11 +247,12 @@ def _runs(section: Section) -> str:
     ]
     html = _table(["Arm", "Seed", "Status", "Steps", "Collapse", "Directory"], rows)
     for member in section.comparison.members:
-        if member.run.failure:
-            last_line = member.run.failure.strip().rpartition("\n")[2]
+        lines = member.run.failure.strip().splitlines()
+        if lines:
+            verb, why = ("collapsed", lines[0]) if ended_as_collapsed(member.run) else ("failed", lines[-1])
             html += (
-                f'<p class="note">{escape(member.arm)}, seed {member.run.seed} failed: '
-                f"<code>{escape(last_line)}</code></p>"
+                f'<p class="note">{escape(member.arm)}, seed {escape(str(member.run.seed))} {verb}: '
+                f"<code>{escape(why.removeprefix('collapsed: '))}</code></p>"
             )
     for left, kept in section.comparison.left_out:
         html += (
@@ -260,10 +267,9 @@ def _rule(comparison: Comparison) -> str:
     sentences = [
         "A run collapses at the step that completes {patience} steps in a row in which the mean reward of "
         "the last {window} steps lies below {fraction} times its best value so far, or at the first step "
-        "with a reward, loss or gradient norm that is not finite. A run that never earned reward has not "
-        "collapsed. “None by step n” is a censored observation: n is as far as the run was seen.".format(
-            **dict(rule)
-        )
+        "with a reward, loss or gradient norm that is not finite, unless updates were skipped there. A run "
+        "that never earned reward has not collapsed. “None by step n” is a censored observation: n is as far "
+        "as the run was seen.".format(**dict(rule))
         for rule in sorted(rules)
     ]
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)

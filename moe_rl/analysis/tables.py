@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moe_rl.analysis.comparison import Comparison, Member
+from moe_rl.analysis.comparison import Comparison, Member, ended_as_collapsed
 from moe_rl.analysis.statistics import paired_difference, summarise
 
 FINAL_SHARE = 0.1  # of the steps a run has done: what "final reward" averages over
@@ -51,7 +51,10 @@ COMPARED = ("final_reward", "final_greedy", "final_sampled")
 
 
 def run_table(comparison: Comparison) -> pd.DataFrame:
-    """One row a run: arm, seed, status, steps done and planned, collapse, and the keys of MEASURES."""
+    """One row a run: arm, seed, status, steps done and planned, collapse, and the keys of MEASURES.
+
+    status is the run's own, or "collapsed" for one that ended itself at a value that is not finite.
+    """
     return pd.DataFrame([_run_row(member) for member in comparison.members])
 
 
@@ -62,7 +65,7 @@ def _run_row(member: Member) -> dict[str, object]:
     return {
         "arm": member.arm,
         "seed": member.run.seed,
-        "status": member.run.status,
+        "status": "collapsed" if ended_as_collapsed(member.run) else member.run.status,
         "short": member.short,
         "steps": len(steps),
         "steps_planned": member.run.config.get("steps"),

@@ -65,3 +65,13 @@ def test_the_prefix_up_to_the_hit_gives_the_same_answer() -> None:
     hits = [detect_collapse(rewards[:n], window=3, patience=4).step for n in range(len(rewards) + 1)]
     assert whole.step == 12
     assert hits == [None] * 12 + [12] * 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_where_updates_were_skipped_the_run_was_told_to_go_on(bad: float) -> None:
+    good, skipped = [0.5] * 4, [0, 1, 0, 0]
+    assert detect_collapse(good, [0.1, bad, 0.1, 0.1], good, skipped).step is None
+    assert detect_collapse(good, [0.1, bad, bad, 0.1], good, skipped).step == 3
+    # an infinite reward would be the best trailing mean for ever, and every later step bad
+    rewards = [0.5, bad, 0.5, 0.5]
+    assert detect_collapse(rewards, good, good, skipped, window=2, patience=1) == Collapse(None, 4, "none")

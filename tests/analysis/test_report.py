@@ -147,3 +147,16 @@ def test_the_command_runs_and_imports_no_torch(make_run: Callable[..., Run], tmp
         check=True,
     )
     assert re.search(r"1 runs: .*index\.html", done.stdout) and done.stdout.endswith("[]\n")
+
+
+def test_a_run_that_ended_as_collapsed_is_shown_so_not_as_a_crash(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run("a", rewards=(0.5,) * 3, finish=False)
+    with RunStore.open(run.path, run.config) as store:
+        store.event("collapsed", step=3, reason="non-finite policy")
+        store.fail("collapsed: step 3, update 2: loss nan\n\nTraceback\nCollapseError: collapsed: step 3")
+    page = report(str(tmp_path / "runs"))
+    assert "collapsed 3 of 20 step 3 (non-finite policy)" in page.text
+    assert "grpo, seed 0 collapsed: step 3, update 2: loss nan" in page.text
+    assert "failed 3 of 20" not in page.text and "seed 0 failed" not in page.text
