@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class RoutedPass:
 
     def __getitem__(self, rows: slice) -> RoutedPass:
         """The same for some sequences."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return RoutedPass(**{name: None if part is None else part[rows] for name, part in parts.items()})
+        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(self, **{name: part[rows] for name, part in present.items()})
 
     @staticmethod
     def cat(passes: list[RoutedPass]) -> RoutedPass:
@@ -61,9 +61,9 @@ def observe(
     """The routing and the log-probabilities (at `temperature`) of `model` on a batch.
 
     Runs `score` on whole sequences, on the slices of `plan` and in the mode the model is in, as the updates
-    do, so that an unchanged model gives the same bits. With scores=False only trace and log-probabilities are kept, which are
-    B·T·L·(2E + K) fewer numbers. Raises RoutingError for a family whose routers have no gate weights or
-    selection scores to record, which scores=False does not need.
+    do, so that an unchanged model gives the same bits. With scores=False only trace and log-probabilities are
+    kept, which is B·T·L·(2E + K) numbers less. Raises RoutingError for a family whose routers have no gate
+    weights or selection scores to record, which scores=False does not need.
     """
     parts = []
     for rows in flat(plan):
