@@ -1,7 +1,7 @@
 """Which runs may be averaged: same experiment, model, task and configuration, different seed."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,12 @@ def collapse_of(run: Run, steps: pd.DataFrame) -> Collapse:
 
 def differing_settings(comparison: Comparison) -> list[str]:
     """Dotted keys that differ between the members, besides what makes an arm (objective and replay)."""
-    keys = _differing([_flatten(member.run.config) for member in comparison.members])
+    keys = differing([flatten(member.run.config) for member in comparison.members])
     return [key for key in keys if key != "arm" and not key.startswith(("objective.", "replay."))]
 
 
 def _comparison(key: tuple[str, str, str], runs: list[Run]) -> Comparison:
-    labels = _arm_labels(runs)
+    labels = arm_labels(runs)
     kept: dict[tuple[str, int | None], Member] = {}
     left_out = []
     for run in runs:
@@ -135,25 +135,27 @@ def _arm_rank(member: Member) -> tuple[int, str, str]:
     return (ARM_ORDER.index(arm) if arm in ARM_ORDER else len(ARM_ORDER), arm, member.arm)
 
 
-def _arm_labels(runs: list[Run]) -> dict[Run, str]:
+def arm_labels(runs: Sequence[Run]) -> dict[Run, str]:
     """Arm names, extended by the settings in which runs of one arm differ: those are never averaged."""
     labels = {}
     for arm in {run.arm for run in runs}:
         same = [run for run in runs if run.arm == arm]
-        flat = {run: _flatten(run.config) for run in same}
-        differing = _differing(flat.values())
+        flat = {run: flatten(run.config) for run in same}
+        keys = differing(flat.values())
         for run in same:
-            settings = [f"{key}={flat[run].get(key, 'absent')}" for key in differing]
+            settings = [f"{key}={flat[run].get(key, 'absent')}" for key in keys]
             labels[run] = f"{arm} ({', '.join(settings)})" if settings else arm
     return labels
 
 
-def _differing(settings: Collection[dict[str, str]]) -> list[str]:
+def differing(settings: Collection[dict[str, str]]) -> list[str]:
+    """The dotted keys of which not all have the same value."""
     keys = sorted({key for flat in settings for key in flat})
     return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, str]:
+def flatten(config: dict[str, Any]) -> dict[str, str]:
+    """A configuration by dotted keys, without what may differ between runs of one arm."""
     frame = pd.json_normalize(config)
     return {str(key): str(frame[key].iloc[0]) for key in frame if key not in NOT_COMPARED}
 

@@ -1,11 +1,9 @@
 """The HTML of a report: escaped, self-contained, readable without a script."""
 
-import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -17,6 +15,7 @@ from moe_rl.analysis.comparison import (
     setting,
 )
 from moe_rl.analysis.figures import Drawn
+from moe_rl.analysis.html import commit, distinct, document, embedded, machine, table
 from moe_rl.analysis.statistics import BOOTSTRAP, RANGE
 from moe_rl.analysis.tables import MEASURES, Measure, three_digits
 
@@ -32,21 +31,6 @@ SETTINGS = {
     "rollout.max_new_tokens": "Longest response (tokens)",
     "steps": "Steps",
 }
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c }
-body { max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.7rem; margin-bottom: .3rem } h2 { margin-top: 3rem; border-bottom: 2px solid #ddd }
-h3 { margin-top: 2.2rem } p, figcaption { max-width: 54rem } figure { margin: 1.2rem 0 2rem }
-figure img { max-width: 100%; height: auto } figcaption, .note, small { color: #555 }
-figcaption, .note { font-size: .9rem } .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0 }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top }
-thead th { border-bottom: 2px solid #999; white-space: nowrap }
-table.equal { table-layout: fixed; width: 100% } td small { display: block; white-space: nowrap }
-code, pre { font-size: .85rem; background: #f4f4f4 }
-pre { padding: .7rem; overflow-x: auto } .failed, .collapsed { color: #a40000 } .unfinished { color: #8a5a00 }
-"""
 
 
 @dataclass(frozen=True)
@@ -69,16 +53,8 @@ def render(sections: Sequence[Section], out: Path, command: str) -> str:
         links = (f'<li><a href="#{s.prefix}">{escape(_name(s.comparison))}</a></li>' for s in sections)
         contents = f"<p>{len(sections)} comparisons, never averaged together:</p><ul>{''.join(links)}</ul>"
     title = f"moe_rl: {_name(sections[0].comparison)}" if len(sections) == 1 else "moe_rl: comparisons"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{escape(title)}</title><style>{STYLE}</style></head><body>
-<h1>{escape(title)}</h1>
-{contents}
-{body}
-<h2>How to reproduce</h2>
-{_reproduce(sections, command)}
-</body></html>
-"""
+    body = f"{contents}\n{body}\n<h2>How to reproduce</h2>\n{_reproduce(sections, command)}"
+    return document(title, body)
 
 
 def _section(section: Section, out: Path) -> str:
@@ -115,22 +91,22 @@ def _overview(comparison: Comparison) -> str:
         ("Task", comparison.task),
         ("Experiment", comparison.experiment),
         ("Arms", ", ".join(comparison.arms)),
-        ("Seeds", _distinct(sorted(str(run.seed) for run in runs))),
+        ("Seeds", distinct(sorted(str(run.seed) for run in runs))),
     ]
     others = {key: f"{key} (differs)" for key in differing_settings(comparison) if key not in SETTINGS}
     rows += [(label, _by_arm(comparison, key)) for key, label in (SETTINGS | others).items()]
     rows += [
-        ("Commit", _distinct(_commit(found) for found in environments)),
-        ("torch", _distinct(str((found.get("versions") or {}).get("torch", "–")) for found in environments)),
-        ("Machine", _distinct(_machine(found) for found in environments)),
+        ("Commit", distinct(commit(found) for found in environments)),
+        ("torch", distinct(str((found.get("versions") or {}).get("torch", "–")) for found in environments)),
+        ("Machine", distinct(machine(found) for found in environments)),
     ]
-    return _table([], [[escape(label), escape(value)] for label, value in rows if value])
+    return table([], [[escape(label), escape(value)] for label, value in rows if value])
 
 
 def _by_arm(comparison: Comparison, key: str) -> str:
     """A setting's value, or its values by arm where arms differ; empty where no run has it."""
     values = {
-        arm: _distinct(_plain(setting(m.run, key)) for m in comparison.of(arm)) for arm in comparison.arms
+        arm: distinct(_plain(setting(m.run, key)) for m in comparison.of(arm)) for arm in comparison.arms
     }
     if set(values.values()) == {"none"}:
         return ""
@@ -143,24 +119,6 @@ def _plain(value: object) -> str:
     if value is None:
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _distinct(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))
-
-
-def _commit(environment: dict[str, Any]) -> str:
-    commit = environment.get("git_commit")
-    if not commit:
-        return "not recorded"
-    return f"{commit[:12]}{' with uncommitted changes' if environment.get('git_dirty') else ''}"
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    return (
-        f"{environment.get('platform', 'platform not recorded')}, {environment.get('cpu_count', '?')} CPUs, "
-        f"torch threads {environment.get('torch_threads') or 'not set'}"
-    )
 
 
 def _arms(arms: pd.DataFrame) -> str:
@@ -179,8 +137,8 @@ def _arms(arms: pd.DataFrame) -> str:
     rows.append(["Collapse", *(escape(arm["collapse"]) for arm in columns)])
     note = f"{_around(set(arms['interval']))} Runs short of their last step count as far as they got."
     layout = "equal" if len(columns) < 6 else ""
-    table = _table(["", *(escape(arm["arm"]) for arm in columns)], rows, layout)
-    return f'{table}<p class="note">{escape(note)}</p>'
+    by_arm = table(["", *(escape(arm["arm"]) for arm in columns)], rows, layout)
+    return f'{by_arm}<p class="note">{escape(note)}</p>'
 
 
 def _around(intervals: set[str]) -> str:
@@ -218,7 +176,7 @@ def _differences(differences: pd.DataFrame) -> str:
         for row in differences.itertuples()
         if row.pairs
     ]
-    return _table(["Arms", "Measure", "Difference", "Around it", "What that is", "Pairs"], rows)
+    return table(["Arms", "Measure", "Difference", "Around it", "What that is", "Pairs"], rows)
 
 
 def _signed(value: float) -> str:
@@ -226,11 +184,7 @@ def _signed(value: float) -> str:
 
 
 def _figure(figure: Drawn, file: Path) -> str:
-    image = base64.b64encode(file.read_bytes()).decode("ascii")
-    return (
-        f'<h3>{escape(figure.title)}</h3><figure><img alt="{escape(figure.title)}" '
-        f'src="data:image/png;base64,{image}"><figcaption>{escape(figure.caption)}</figcaption></figure>'
-    )
+    return embedded(figure.title, figure.caption, file)
 
 
 def _runs(section: Section) -> str:
@@ -245,7 +199,7 @@ def _runs(section: Section) -> str:
         ]
         for row in section.runs.itertuples()
     ]
-    html = _table(["Arm", "Seed", "Status", "Steps", "Collapse", "Directory"], rows)
+    html = table(["Arm", "Seed", "Status", "Steps", "Collapse", "Directory"], rows)
     for member in section.comparison.members:
         lines = member.run.failure.strip().splitlines()
         if lines:
@@ -285,10 +239,3 @@ def _reproduce(sections: Sequence[Section], command: str) -> str:
         "numbers behind every table and figure are in <code>tables/*.csv</code>, the figures in "
         "<code>figures/*.png</code>, beside this page.</p>"
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], layout: str = "") -> str:
-    """A table of cells that are HTML already; the first cell of a row heads it."""
-    top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
-    lines = (f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{layout}">{top}<tbody>{"".join(lines)}</tbody></table></div>'

@@ -38,23 +38,25 @@ def write_report(runs: Sequence[Run], out: Path, command: str) -> Path:
         tables = {"runs": run_rows, "arms": arm_table(run_rows), "differences": difference_table(run_rows)}
         figures = draw_all(comparison, look)
         for figure in figures:
-            _write_png(figure.figure, out / "figures" / f"{prefix}{figure.name}.png")
+            write_png(figure.figure, out / "figures" / f"{prefix}{figure.name}.png")
             tables |= {figure.name: figure.data, f"{figure.name}_bands": figure.bands}
         for name, table in tables.items():
-            _write_csv(table, out / "tables" / f"{prefix}{name}.csv")
+            write_csv(table, out / "tables" / f"{prefix}{name}.csv")
         sections.append(Section(comparison, run_rows, tables["arms"], tables["differences"], figures, prefix))
     page = out / "index.html"
     write_atomic(page, render(sections, out, command))
     return page
 
 
-def _write_png(figure: Figure, path: Path) -> None:
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure whole or not at all."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
     write_atomic(path, content.getvalue())
 
 
-def _write_csv(table: pd.DataFrame, path: Path) -> None:
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a table whole or not at all."""
     write_atomic(path, table.to_csv(index=False))
 
 
