@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers import AutoConfig
-
+from experiments.traces import model_sizes
 from moe_rl.routing import RoutingError, RoutingTrace, TraceStream
 from moe_rl.routing.formats import ModelRouting
 from moe_rl.routing.formats.files import DECODERS, import_payload, is_own_trace, read_payloads
@@ -28,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        routing = _geometry(options)
+        routing = model_sizes(
+            options.model, options.layers, options.experts, options.top_k, options.moe_layers
+        )
     except (RoutingError, OSError) as error:
         parser.error(str(error))
     refused = 0
@@ -111,22 +112,6 @@ def _layer_list(text: str) -> tuple[int, ...]:
     """The inverse of `_ranges`."""
     bounds = [part.split("-") for part in text.split(",")]
     return tuple(layer for part in bounds for layer in range(int(part[0]), int(part[-1]) + 1))
-
-
-def _geometry(options: argparse.Namespace) -> ModelRouting | None:
-    if options.model is not None:
-        try:
-            config = AutoConfig.from_pretrained(options.model, local_files_only=True)
-        except ValueError as error:  # a model type that transformers does not know
-            raise RoutingError(f"--model {options.model}: {error}") from error
-        return ModelRouting.from_config(config)
-    sizes = (options.layers, options.experts, options.top_k)
-    if sizes == (None, None, None):
-        return None
-    if None in sizes:
-        raise RoutingError("--layers, --experts and --top-k go together")
-    moe_layers = range(options.layers) if options.moe_layers is None else options.moe_layers
-    return ModelRouting(options.layers, tuple(moe_layers), options.experts, options.top_k)
 
 
 def _parser() -> argparse.ArgumentParser:
