@@ -44,8 +44,10 @@ class ReasoningGym:
     `options` go to the family's config, and say its difficulty; `warmup_options` change some of them for the
     cold start. `extract` says which part of a response is the answer: "text" all of it, "line" what follows
     the last "Answer:", "tag" what the last <answer>...</answer> holds; the last two ask for it in the prompt,
-    and nothing found is a reward of 0. A score in [0, 1] from `threshold` on is a reward of 1. `size` is the
-    number of items drawn from; a few families (acre, word_ladder) need a lower one.
+    and nothing found is a reward of 0. `solution` is the key in a family's metadata (gsm_symbolic:
+    answer_cot) of a worked solution, for cold starts to imitate in front of the answer. A score in [0, 1]
+    from `threshold` on is a reward of 1. `size` is the number of items drawn from; a few families (acre,
+    word_ladder) need a lower one.
 
     Raises ValueError for an unknown family or option, and for a family whose scorer pays for junk;
     ModuleNotFoundError without reasoning-gym.
@@ -55,6 +57,7 @@ class ReasoningGym:
     options: dict[str, Any] = field(default_factory=dict)
     warmup_options: dict[str, Any] = field(default_factory=dict)
     extract: str = "text"
+    solution: str | None = None
     threshold: float = 1.0
     size: int = 100_000
 
@@ -64,6 +67,10 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         if self.extract not in FORMATS:
             raise ValueError(f"extract must be one of {', '.join(FORMATS)}, got {self.extract!r}")
+        if self.solution is not None and self.extract == "text":
+            raise ValueError(
+                f"solution={self.solution!r} puts text in front of the answer: it needs extract=line or tag"
+            )
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], got {self.threshold}")
         problem = self.train(0)
@@ -121,12 +128,25 @@ class ReasoningGym:
         for _ in range(MAX_DRAWS):
             entry = dataset[random.randrange(self.size)]
             if is_held_out(entry["question"], TEST_FRACTION) == (split == "test"):
-                answer = "" if entry["answer"] is None else written.format(entry["answer"])
+                answer = (
+                    "" if entry["answer"] is None else self._worked(entry) + written.format(entry["answer"])
+                )
                 return Problem(f"{entry['question']}{request}\n", answer, entry)
         raise ValueError(
             f"reasoning_gym family {self.family} with options {self.options} has too few distinct questions "
             f"for a {split} split: widen the options"
         )
+
+    def _worked(self, entry: dict[str, Any]) -> str:
+        """The worked solution and a line break, without GSM8K's last line, which repeats the answer."""
+        if self.solution is None:
+            return ""
+        if self.solution not in entry["metadata"]:
+            raise ValueError(
+                f"reasoning_gym family {self.family} has no metadata {self.solution!r} with solutions: "
+                f"it has {', '.join(entry['metadata'])}"
+            )
+        return re.sub(r"\n#### .*$", "", str(entry["metadata"][self.solution])) + "\n"
 
     def _score(self, answer: str, problem: Problem) -> float:
         try:

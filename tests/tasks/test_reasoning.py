@@ -222,3 +222,27 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "moe_rl\[reasoning\]"'):
         get_task("reasoning_gym")
+
+
+def test_worked_solutions_come_before_the_answer_and_score():
+    needs_the_library()
+    task = get_task("reasoning_gym", family="gsm_symbolic", extract="line", solution="answer_cot")
+    plain = get_task("reasoning_gym", family="gsm_symbolic", extract="line")
+    for i in range(200):
+        worked, bare = task.warmup(i), plain.warmup(i)
+        assert worked.prompt == bare.prompt
+        solution, _, last = worked.answer.rpartition("\n")
+        assert last == bare.answer == f"Answer: {worked.metadata['answer']}"
+        assert worked.metadata["metadata"]["answer_cot"].startswith(solution)
+        assert len(solution) > 20
+        assert "####" not in worked.answer
+        assert task.reward(worked, worked.answer) == 1.0
+        assert task.reward(worked, solution) == 0.0, "the answer has to be said where it is asked for"
+
+
+def test_solutions_that_cannot_be():
+    needs_the_library()
+    with pytest.raises(ValueError, match="needs extract=line or tag"):
+        get_task("reasoning_gym", family="gsm_symbolic", solution="answer_cot")
+    with pytest.raises(ValueError, match=r"chain_sum has no metadata 'cot' .* it has .*difficulty"):
+        get_task("reasoning_gym", family="chain_sum", extract="line", solution="cot")
