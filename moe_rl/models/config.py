@@ -13,11 +13,31 @@ class ModelError(ValueError):
 
 
 @dataclass
+class UpcycleConfig:
+    """How a dense checkpoint becomes a MoE; see `moe_rl.models.upcycle`."""
+
+    num_experts: int = 4  # E, copies of the dense MLP in every layer
+    top_k: int = 2  # K, experts per token, their gate weights normalised to sum to 1
+    noise: float = 0.0  # added to every expert, relative to the standard deviation of its matrix
+
+    def check(self) -> None:
+        """Raise `ValueError` for options that make no MoE."""
+        if not 2 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"model.upcycle.top_k={self.top_k} of num_experts={self.num_experts}: expected 2 to "
+                "num_experts (the weight of a single expert is always 1: its router would get no gradient)"
+            )
+        if not 0 <= self.noise < float("inf"):
+            raise ValueError(f"model.upcycle.noise={self.noise}: expected a fraction, at least 0")
+
+
+@dataclass
 class ModelConfig:
-    """`source` says which of the two groups of options below counts."""
+    """`source` says which of the groups of options below count."""
 
     name: str = "tiny"
-    source: str = "config"  # config: random weights from `architecture` and `config`; checkpoint: `path`
+    # config: random weights from `architecture` and `config`; checkpoint: `path`; upcycled: the dense `path`
+    source: str = "config"
     dtype: str = "float32"  # of the weights: float32 or float64; see `check`
     experts: str | None = (
         None  # what runs them: eager, grouped_mm, batched_mm or megablocks; null: the default
@@ -26,16 +46,19 @@ class ModelConfig:
     # source=config
     architecture: str = "qwen3_moe"  # transformers' model_type
     config: dict[str, Any] = field(default_factory=dict)  # fields of that architecture's config class
-    seed: int = 0  # of the random weights
+    seed: int = 0  # of the random weights; of the routers and the noise of source=upcycled
 
-    # source=checkpoint
-    path: str | None = None  # a directory or a hub name; its own tokenizer is used
+    # source=checkpoint and source=upcycled
+    path: str | None = None  # directory, hub name, GGUF file or package:NAME; its own tokenizer is used
     trust_remote_code: bool = False
+
+    # source=upcycled
+    upcycle: UpcycleConfig | None = None
 
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""
-        if self.source not in ("config", "checkpoint"):
-            raise ValueError(f"model.source={self.source!r}: expected config or checkpoint")
+        if self.source not in ("config", "checkpoint", "upcycled"):
+            raise ValueError(f"model.source={self.source!r}: expected config, checkpoint or upcycled")
         if self.dtype == "bfloat16":
             raise ValueError(
                 "model.dtype=bfloat16: AdamW's steps at RL learning rates are smaller than the spacing of "
@@ -45,9 +68,14 @@ class ModelConfig:
             raise ValueError(f"model.dtype={self.dtype!r}: expected float32 or float64")
         if self.experts not in (None, *EXPERTS):
             raise ValueError(f"model.experts={self.experts}: expected {', '.join(EXPERTS)} or null")
-        if self.source == "checkpoint" and not self.path:
-            raise ValueError("model.source=checkpoint needs model.path=DIRECTORY_OR_HUB_NAME")
+        if self.source != "config" and not self.path:
+            raise ValueError(f"model.source={self.source} needs model.path=DIRECTORY_OR_HUB_NAME")
         if self.source == "config" and self.path:
             raise ValueError(
-                f"model.path={self.path} is read by model=checkpoint only: add model=checkpoint, or drop it"
+                f"model.path={self.path} is read by model=checkpoint and model=upcycled only: add one of "
+                "them, or drop it"
             )
+        if (self.source == "upcycled") != (self.upcycle is not None):
+            raise ValueError("model.upcycle goes with model.source=upcycled, and that needs it")
+        if self.upcycle is not None:
+            self.upcycle.check()

@@ -19,6 +19,8 @@ from transformers import (
 
 from moe_rl.models.config import ModelConfig, ModelError
 from moe_rl.models.experts import set_experts
+from moe_rl.models.gguf import CACHE, checkpoint_directory
+from moe_rl.models.upcycle import upcycle
 from moe_rl.routing.routers import find_routers, has_routers, router_gets_gradient
 
 # Read by modeling code, and present in published config.json files, without being declared on the class.
@@ -45,18 +47,25 @@ class LanguageModel:
 
 
 def load_model(
-    config: ModelConfig, default_tokenizer: Callable[[], PreTrainedTokenizerBase], device: str = "cpu"
+    config: ModelConfig,
+    default_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    device: str = "cpu",
+    cache: Path = CACHE,
 ) -> LanguageModel:
-    """Build or load the model; `default_tokenizer` makes the tokenizer of a model built from a config.
+    """Build or load the model; `default_tokenizer` makes the tokenizer of a model built from a config, and
+    `cache` holds the weights of a GGUF file in a form that loads fast.
 
     Raises `ModelError` for a config field that the architecture does not have, a checkpoint that cannot be
-    loaded, a vocabulary smaller than the tokenizer's, a router that no gradient can reach, and experts that
-    the configured implementation cannot run; `ModuleNotFoundError` for one that is not installed.
+    loaded or upcycled, a vocabulary smaller than the tokenizer's, a router that no gradient can reach, and
+    experts that a configured implementation cannot run; `ModuleNotFoundError` for one that is not installed.
     """
     config.check()
     dtype = getattr(torch, config.dtype)
-    if config.source == "checkpoint":
-        model, tokenizer = _from_checkpoint(str(config.path), dtype, config.trust_remote_code)
+    if config.source != "config":
+        path = checkpoint_directory(str(config.path), cache)
+        model, tokenizer = _from_checkpoint(path, dtype, config.trust_remote_code)
+        if config.upcycle is not None:
+            model = upcycle(model, config.upcycle, config.seed)
     else:
         tokenizer = default_tokenizer()
         model = _from_config(config, tokenizer, dtype)
