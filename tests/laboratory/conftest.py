@@ -64,8 +64,7 @@ def build():
     return build
 
 
-def make_batch(B=4, S=4, N=6) -> RolloutBatch:
-    """B prompts of up to S tokens, responses of 2 to N, neighbours in pairs with the same prompt."""
+def _batch_of(B=4, S=4, N=6) -> RolloutBatch:
     generator = torch.Generator().manual_seed(3)
     T = S + N
     ids = torch.randint(3, 64, (B, T), generator=generator)
@@ -81,5 +80,11 @@ def make_batch(B=4, S=4, N=6) -> RolloutBatch:
 
 
 @pytest.fixture
+def batch_of():
+    """batch_of(B, S, N): B prompts of up to S tokens, pairs with one prompt, responses of 2 to N tokens."""
+    return _batch_of
+
+
+@pytest.fixture
 def batch() -> RolloutBatch:
-    return make_batch()
+    return _batch_of()
