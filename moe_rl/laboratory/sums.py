@@ -97,10 +97,8 @@ class ResponseSums:
         return sums_BC[counted].numpy(), counts_BC[counted].numpy()
 
 
-class LayerTable:
-    """Metrics by layer. A subclass says what each metric sums to over all layers, and in each alone."""
-
-    layer_ids: tuple[int, ...]
+class Table:
+    """Metrics over responses. A subclass says what each of them sums and counts."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -108,20 +106,12 @@ class LayerTable:
         raise NotImplementedError
 
     def whole(self, metric: str) -> ResponseSums:
-        """One column: the metric over all layers."""
-        raise NotImplementedError
-
-    def layers(self, metric: str) -> ResponseSums:
-        """A column for each of the L layers: the metric with only this layer."""
+        """One column: the metric over everything that the table counts."""
         raise NotImplementedError
 
     def value(self, metric: str) -> float:
-        """The metric over all layers and responses; nan where nothing was counted."""
+        """The metric over all responses; nan where nothing was counted."""
         return float(self.whole(metric).values)
-
-    def by_layer(self, metric: str) -> Tensor:
-        """float64 [L]: the metric with only this layer."""
-        return self.layers(metric).values
 
     def interval(
         self, metric: str, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
@@ -129,16 +119,30 @@ class LayerTable:
         """`value` and its bootstrap interval over responses, or over prompts where their ids were given."""
         return self.whole(metric).intervals(level, resamples, seed)[0]
 
+    def _of(self, tensors: Mapping[str, Tensor], metric: str) -> Tensor:
+        if metric not in tensors:
+            raise RoutingError(f"this table has no {metric!r}: it has {', '.join(self.metrics)}")
+        return tensors[metric]
+
+
+class LayerTable(Table):
+    """Metrics that are also known by layer."""
+
+    layer_ids: tuple[int, ...]
+
+    def layers(self, metric: str) -> ResponseSums:
+        """A column for each of the L layers: the metric with only this layer."""
+        raise NotImplementedError
+
+    def by_layer(self, metric: str) -> Tensor:
+        """float64 [L]: the metric with only this layer."""
+        return self.layers(metric).values
+
     def intervals_by_layer(
         self, metric: str, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
     ) -> list[Interval]:
         """`by_layer` and its bootstrap intervals."""
         return self.layers(metric).intervals(level, resamples, seed)
-
-    def _of(self, tensors: Mapping[str, Tensor], metric: str) -> Tensor:
-        if metric not in tensors:
-            raise RoutingError(f"this table has no {metric!r}: it has {', '.join(self.metrics)}")
-        return tensors[metric]
 
 
 def require_groups(groups_B: Tensor | None, B: int) -> Tensor | None:
