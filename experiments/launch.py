@@ -22,9 +22,18 @@ from moe_rl.store import StoreError
 from moe_rl.store.files import writing
 from moe_rl.tasks import Task
 from moe_rl.training.cold_start import ColdStartError, cold_start
+from moe_rl.training.nonfinite import CollapseError
 
 # What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
-USER_ERRORS = (ValueError, ColdStartError, StoreError, OSError, ModuleNotFoundError, OmegaConfBaseException)
+USER_ERRORS = (
+    ValueError,
+    ColdStartError,
+    CollapseError,
+    StoreError,
+    OSError,
+    ModuleNotFoundError,
+    OmegaConfBaseException,
+)
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 register()
 
@@ -57,6 +66,7 @@ def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | 
         print(f"{shown}: done already")
         return None
     try:
+        refuse_collapsed(path)
         run(cfg, path)
     except KeyboardInterrupt:
         print(f"\n{shown}: stopped; the same command continues it", file=sys.stderr)
@@ -71,6 +81,14 @@ def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | 
             sys.exit(1)  # the line above says it all
         raise
     return path
+
+
+def refuse_collapsed(path: Path) -> None:
+    """Raise `CollapseError` for a run that ended as collapsed: the same command would only repeat it."""
+    failed = path / "FAILED"
+    first = failed.read_text(encoding="utf-8").partition("\n")[0] if failed.exists() else ""
+    if first.startswith("collapsed:"):
+        raise CollapseError(f"{first} (in an earlier try; remove {failed} to repeat it from its checkpoint)")
 
 
 def remove_empty(path: Path) -> None:

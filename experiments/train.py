@@ -3,7 +3,8 @@
     python -m experiments.train objective=gspo seed=0
     python -m experiments.train -m experiment=demo
 
-A run directory that is done is left alone; an unfinished or failed one continues from its last checkpoint.
+A run directory that is done, or that ended as collapsed, is left alone; an unfinished or failed one continues
+from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 import transformers
 from omegaconf import DictConfig
 
-from experiments.config import Config, build_objective, build_task, run_config, train_config
+from experiments.config import build_objective, build_task, run_config, train_config
 from experiments.launch import CONF, attempt, command, interruptible, start, terminal_line
-from moe_rl.analysis.collapse import detect_collapse
+from moe_rl.analysis.comparison import collapse_of
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, environment, whole_directory
@@ -66,17 +67,14 @@ def run(cfg: DictConfig, path: Path) -> None:
         train(lm, task, objective, config, store, title=title, bar=bar)
         with whole_directory(path / "final") as folder:
             lm.save(folder)
-        store.finish(summary(path, lm, config) | warm)
+        store.finish(summary(path, lm) | warm)
 
 
-def summary(path: Path, lm: LanguageModel, config: Config) -> dict[str, object]:
+def summary(path: Path, lm: LanguageModel) -> dict[str, object]:
     """What DONE says: how far the run came, whether it collapsed, and its layers."""
-    steps = Run(path).steps()
-    rule = config.collapse
-    collapse = detect_collapse(
-        steps["reward/mean"], steps["loss"], steps["grad_norm"],
-        window=rule.window, fraction=rule.fraction, patience=rule.patience,
-    )  # fmt: skip
+    done = Run(path)
+    steps = done.steps()
+    collapse = collapse_of(done, steps)
     layers = [router.layer_id for router in find_routers(lm.model)] if has_routers(lm.model) else []
     return {
         "steps": len(steps),

@@ -5,7 +5,8 @@
     steps.jsonl         one record a rollout batch       updates.jsonl   one a gradient update
     evals.jsonl         one record an evaluation         events.jsonl    restarts, repairs, old failures
     checkpoints/        step-00000020/{model,optimizer}.safetensors, state.json, SHA256SUMS
-    DONE | FAILED       JSON summary of a finished run | traceback of a failed one
+    DONE | FAILED       JSON summary of a finished run | what failed in one line, and the traceback
+    nonfinite/          batches of updates that were not finite
     run.lock, run.pid   held while a process writes
 
 Every whole file and every checkpoint is written beside its place, fsynced and renamed, and every metric is

@@ -148,7 +148,7 @@ class RunStore:
         write_atomic(self.path / "DONE", to_json(summary, indent=2) + "\n")
 
     def fail(self, error_text: str) -> None:
-        """Mark this try failed: the text (a traceback) becomes the content of FAILED."""
+        """Mark this try failed: the text (one line that says what happened, a traceback) becomes FAILED."""
         write_atomic(self.path / "FAILED", error_text)
 
     def close(self) -> None:
@@ -169,7 +169,8 @@ class RunStore:
     ) -> None:
         try:
             if isinstance(error, Exception):
-                self.fail("".join(traceback.format_exception(kind, error, trace)))
+                what = " ".join(str(error).split()) or type(error).__name__
+                self.fail("\n\n".join([what, "".join(traceback.format_exception(kind, error, trace))]))
         except StoreError as second:  # a full disk: the first error must not be lost behind it
             assert error is not None
             error.add_note(str(second))

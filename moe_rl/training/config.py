@@ -66,6 +66,13 @@ class OptimConfig:
     beta2: float = 0.999
     max_grad_norm: float = 1.0
     microbatch: int | None = None  # responses per forward; None: a mini-batch in one forward
+    # An update whose loss or gradient norm is NaN or infinite is never applied. "stop" ends the run there, as
+    # collapsed; "skip" goes on without it.
+    nonfinite: str = "stop"
+
+    def check(self) -> None:
+        if self.nonfinite not in ("stop", "skip"):
+            raise ValueError(f"optim.nonfinite={self.nonfinite!r}: expected stop or skip")
 
 
 @dataclass
@@ -188,7 +195,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""
-        for part in (self.rollout, self.replay, self.mismatch, self.cold_start):
+        for part in (self.rollout, self.optim, self.replay, self.mismatch, self.cold_start):
             part.check()
         if self.replay.source == "rollout" and self.rollout.refill:
             raise ValueError(

@@ -10,7 +10,6 @@ options ask for it; the load-balancing loss is off.
 
 from __future__ import annotations
 
-import torch
 from tqdm.auto import tqdm
 
 from moe_rl.models import LanguageModel
@@ -32,9 +31,10 @@ from moe_rl.training.measure import (
     routing_metrics,
     update_metrics,
 )
+from moe_rl.training.nonfinite import Evidence, collapse_when_sampling, is_finite
 from moe_rl.training.passes import native_routing, old_policy_pass, split
 from moe_rl.training.signal import learning_signal
-from moe_rl.training.update import Update, gradient_update, objective_metrics
+from moe_rl.training.update import Update, gradient_update, metrics_over
 
 
 def train(
@@ -51,8 +51,9 @@ def train(
 
     `title` names the progress bar and `bar` is its line, for runs that share a terminal.
 
-    Stops early, with the step's record written, at a loss or gradient norm that is not finite; the update
-    that met it is not applied. Raises `ValueError` where objective, replay and model do not go together.
+    An update whose loss or gradient norm is not finite is not applied. Raises `CollapseError` at the first
+    one under `optim.nonfinite="stop"`, with the step's record written, and for a policy that is not finite;
+    `ValueError` where objective, replay and model do not go together.
     """
     learner = make_learner(lm.model, objective, config)
     policy = learner.policy
@@ -75,7 +76,7 @@ def train(
 
         # Sample G responses to each of P prompts from the current policy, which is π_old from here on, and
         # reward each whole response.
-        with clock("rollout"):
+        with clock("rollout"), collapse_when_sampling(store, step):
             groups = sample_groups(
                 lm, task, config.rollout, config.seed, step, record=config.replay.source == "rollout"
             )
@@ -101,6 +102,7 @@ def train(
         # N gradient updates, one per mini-batch of whole groups; after each, the new policy's native routing
         # on the whole batch against π_old's and against the policy just before the update (§5.3).
         updates: list[Update] = []
+        evidence = Evidence(store, step, groups, old, signal)
         routing, on_response = old.trace, batch.routing_rows_BT
         for minibatch in plan:
             before = (step - 1) * len(plan) + len(updates)
@@ -114,32 +116,35 @@ def train(
                     update.since_last = expert_change(last.where(on_response), routing)
             store.log("updates", {"step": step, "update": len(updates)} | update.metrics())
             if not update.finite:
-                break
+                evidence.record(update, len(updates), config.optim.nonfinite)
+                if config.optim.nonfinite == "stop":
+                    break
+        stopped = not updates[-1].finite and config.optim.nonfinite == "stop"
+        counted = updates if stopped else [update for update in updates if update.finite]
 
         # The objective's metrics over all updates of the step in one call, so that they reduce exactly.
-        seen = slice(0, sum(len(update.logp_BT) for update in updates))
-        new_logp_BT = torch.cat([update.logp_BT for update in updates])
-        tensors = {name: torch.cat([u.tensors[name] for u in updates]) for name in updates[0].tensors}
-        ratio_metrics = objective_metrics(learner, old, signal, seen, new_logp_BT, tensors)
         record = {
             "step": step,
             **reward_metrics(groups),
             **response_metrics(batch),
             "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
-            **ratio_metrics,
+            **metrics_over(learner, old, signal, counted),
             **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
             **signal.metrics,
-            **update_metrics(updates),
+            **update_metrics(counted, skipped=len(updates) - len(counted)),
             **routing_metrics(old.trace, groups.trace, on_response),
             **clock.metrics(),
         }
         store.log("steps", record)
         shown = ("reward/mean", "response/length", "clip_frac/token", "drift/old")
         progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
-        if not updates[-1].finite:
-            store.event("stopped", step=step, reason="loss or gradient norm is not finite")
+        finite = is_finite(learner, batch)
+        if stopped and finite:
             evaluate(lm, task, config, store, step, title)  # of the last good policy
-            return
+        if stopped:
+            raise evidence.collapse_of_update(updates[-1], len(updates))
+        if not finite:
+            raise evidence.collapse_of_policy(updates)
 
         end = step == config.steps
         if end or step % config.evaluation.every == 0:
@@ -155,10 +160,11 @@ def evaluate(
     """Log and print greedy and sampled accuracy on the held-out prompts."""
     problems = held_out(task, config.evaluation.prompts)
     limit, stream = config.rollout.max_new_tokens, (config.seed, step)
-    greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
-    sampled = accuracy(
-        lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
-    )
+    with collapse_when_sampling(store, step):
+        greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
+        sampled = accuracy(
+            lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
+        )
     record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
     store.log("evals", record)
     shown = f"{greedy:.3f} greedy, {sampled:.3f} sampled"

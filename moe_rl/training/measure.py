@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,19 +91,22 @@ def routing_metrics(
     return found
 
 
-def update_metrics(updates: Sequence[Update]) -> dict[str, Any]:
-    """A step's updates in one record.
+def update_metrics(updates: Sequence[Update], skipped: int = 0) -> dict[str, Any]:
+    """A step's updates in one record; `skipped` ones were left out of it and not applied.
 
-    `loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before clipping, `lr` the
-    last. `drift/first` is the experts changed after the first update, `drift/old` after the last (both
-    against π_old), `drift/step` against the policy just before each update, over all updates.
+    `loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before clipping, NaN where
+    all were skipped, `lr` the last. `drift/first` is the experts changed after the first update, `drift/old`
+    after the last (both against π_old), `drift/step` against the policy just before each update, over all
+    updates.
     """
     found: dict[str, Any] = {
-        "loss": mean(u.loss for u in updates),
-        "grad_norm": mean(u.grad_norm for u in updates),
-        "grad_norm_max": max(u.grad_norm for u in updates),
-        "lr": updates[-1].lr,
+        "loss": mean(u.loss for u in updates) if updates else math.nan,
+        "grad_norm": mean(u.grad_norm for u in updates) if updates else math.nan,
+        "grad_norm_max": max((u.grad_norm for u in updates), default=math.nan),
+        "updates/skipped": skipped,
     }
+    if updates:
+        found["lr"] = updates[-1].lr
     since_old = [u.since_old for u in updates if u.since_old is not None]
     since_last = [u.since_last for u in updates if u.since_last is not None]
     overridden = [u.overridden for u in updates if u.overridden is not None]

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.models import LanguageModel
 from moe_rl.training.batch import RolloutBatch
+from moe_rl.training.nonfinite import require_finite
 
 
 def left_pad(
@@ -40,6 +41,7 @@ class _DrawnLogp(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._read(input_ids)
         self._logp_BV = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        require_finite(self._logp_BV)
         return scores
 
     def finish(self, ids_BT: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +26,7 @@ class Signal:
     tensors: dict[str, Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def __getitem__(self, rows: slice) -> Signal:
+    def __getitem__(self, rows: slice | Tensor) -> Signal:
         """The same for some sequences."""
         tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
         return Signal(self.advantages[rows], self.mask_BT[rows], tensors)
@@ -46,13 +47,23 @@ def learning_signal(learner: Learner, groups: Groups, old: OldPolicy, plan: Plan
     if learner.reference is not None:
         tensors["ref_logp_BT"] = reference_logp(learner.reference, batch, plan, rollout.temperature)
     if old.values_BT is None:
-        advantages = group_advantages(rewards_PG, normalise=learner.config.advantages).reshape(-1)
+        advantages = finite_groups_advantages(rewards_PG, learner.config.advantages).reshape(-1)
     else:
         rewards_BT = at_last_token(rewards_PG.reshape(-1).to(mask_BT.device), mask_BT)
         advantages, returns_BT = gae(rewards_BT, old.values_BT, mask_BT, whiten=True)
         tensors |= {"old_values_BT": old.values_BT, "returns_BT": returns_BT}
     mask_BT, weights, mismatch = correct_mismatch(learner.config.mismatch, batch, old)
     return Signal(advantages.to(mask_BT.device), mask_BT, tensors | weights, metrics | mismatch)
+
+
+def finite_groups_advantages(rewards_PG: Tensor, normalise: str) -> Tensor:
+    """`group_advantages` [P, G]; NaN for a group with a reward that is not finite.
+
+    So the update with that group is not finite, and `optim.nonfinite` decides what becomes of it.
+    """
+    finite_P = rewards_PG.isfinite().all(-1, keepdim=True)
+    advantages_PG = group_advantages(torch.where(finite_P, rewards_PG, 0.0), normalise=normalise)
+    return torch.where(finite_P, advantages_PG, math.nan)
 
 
 def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:

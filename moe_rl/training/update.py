@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Update:
     after the update against π_old and against the policy just before it, on the whole rollout batch.
     """
 
+    rows: slice  # of the rollout batch
     loss: float
     grad_norm: float
     lr: float
@@ -76,7 +78,7 @@ def gradient_update(
     minibatch: list[slice],
     updates_before: int,
 ) -> Update:
-    """One AdamW update, accumulated over the mini-batch's micro-batches; skipped if it is not finite."""
+    """One AdamW update, accumulated over the mini-batch's micro-batches; not applied if it is not finite."""
     objective, config = learner.objective, learner.config
     whole = slice(minibatch[0].start, minibatch[-1].stop)
     target = signal[whole]
@@ -125,11 +127,13 @@ def gradient_update(
         group["lr"] = lr
     if math.isfinite(loss_sum) and math.isfinite(grad_norm):
         learner.optimizer.step()
+    else:
+        learner.optimizer.zero_grad()  # no NaN is left for anyone to read
 
     logp_BT = torch.cat(logps)
     tensors = {name: torch.cat(parts) for name, parts in forward_tensors.items()}
     metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
-    update = Update(loss_sum, grad_norm, lr, logp_BT, tensors, metrics)
+    update = Update(whole, loss_sum, grad_norm, lr, logp_BT, tensors, metrics)
     if overridden:
         update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
     return update
@@ -153,9 +157,26 @@ def off_policy_weights(
     return {"weights_BT": kept.weights if weights_BT is None else kept.weights * weights_BT}
 
 
+def metrics_over(
+    learner: Learner, old: OldPolicy, signal: Signal, updates: Sequence[Update]
+) -> dict[str, float]:
+    """The objective's metrics over all of these updates' rows; none without an update."""
+    if not updates:
+        return {}
+    rows = torch.cat([torch.arange(u.rows.start, u.rows.stop) for u in updates])
+    logp_BT = torch.cat([u.logp_BT for u in updates])
+    tensors = {name: torch.cat([u.tensors[name] for u in updates]) for name in updates[0].tensors}
+    return objective_metrics(learner, old, signal, rows, logp_BT, tensors)
+
+
 @torch.no_grad()
 def objective_metrics(
-    learner: Learner, old: OldPolicy, signal: Signal, rows: slice, logp_BT: Tensor, tensors: dict[str, Tensor]
+    learner: Learner,
+    old: OldPolicy,
+    signal: Signal,
+    rows: slice | Tensor,
+    logp_BT: Tensor,
+    tensors: dict[str, Tensor],
 ) -> dict[str, float]:
     """The objective's metrics over some rows in one call, so that they reduce exactly."""
     target = signal[rows]
