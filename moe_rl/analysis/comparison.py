@@ -135,13 +135,16 @@ def _arm_rank(member: Member) -> tuple[int, str, str]:
     return (ARM_ORDER.index(arm) if arm in ARM_ORDER else len(ARM_ORDER), arm, member.arm)
 
 
-def arm_labels(runs: Sequence[Run]) -> dict[Run, str]:
-    """Arm names, extended by the settings in which runs of one arm differ: those are never averaged."""
+def arm_labels(runs: Sequence[Run], ignore: Collection[str] = ()) -> dict[Run, str]:
+    """Arm names, extended by the settings in which runs of one arm differ: those are never averaged.
+
+    ignore: dotted keys that make no difference, the x axis of a sweep for one.
+    """
     labels = {}
     for arm in {run.arm for run in runs}:
         same = [run for run in runs if run.arm == arm]
         flat = {run: flatten(run.config) for run in same}
-        keys = differing(flat.values())
+        keys = [key for key in differing(flat.values()) if key not in ignore]
         for run in same:
             settings = [f"{key}={flat[run].get(key, 'absent')}" for key in keys]
             labels[run] = f"{arm} ({', '.join(settings)})" if settings else arm

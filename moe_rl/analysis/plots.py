@@ -67,7 +67,7 @@ def draw(panels: Sequence[Panel], look: Mapping[str, Look], columns: int = 2) ->
             _log_axis(ax, panel)
     for ax in axes[len(panels) :]:
         ax.remove()
-    _legend(figure, panels, look)
+    legend(figure, panels, look)
     return figure
 
 
@@ -166,7 +166,8 @@ def _log_axis(ax: Axes, panel: Panel) -> None:
         ax.set_ylim(bottom=floor / 2)
 
 
-def _legend(figure: Figure, panels: Sequence[Panel], look: Mapping[str, Look]) -> None:
+def legend(figure: Figure, panels: Sequence[Panel], look: Mapping[str, Look]) -> None:
+    """One legend above the panels, with every arm's number of runs."""
     curves = pd.concat([panel.curves for panel in panels])
     handles, labels = [], []
     for arm in curves["arm"].unique():

@@ -1,0 +1,45 @@
+"""Writes a report of drift runs, one or many: a page, every figure as PNG, the numbers over seeds as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_rl.analysis.drift_figures import draw_all
+from moe_rl.analysis.drift_page import render
+from moe_rl.analysis.drift_sweep import default_x, draw_sweep, sweep_table
+from moe_rl.analysis.drift_tables import DriftRuns, over_seeds
+from moe_rl.analysis.plots import looks
+from moe_rl.analysis.report import write_csv, write_png
+from moe_rl.store import Run, write_atomic
+from moe_rl.store.files import writing
+
+
+def write_drift_report(runs: Sequence[Run], out: Path, command: str, x: str | None = None) -> Path:
+    """Write out/index.html, out/figures/*.png, and of several runs out/tables/*.csv; returns the page's path.
+
+    x: what a sweep's figure has on its axis, a dotted key of the configuration or a measured number
+    (`drift_tables.MEASURED`); None takes the one key in which the runs differ. Every file is whole at any
+    moment, the page comes last. Raises StoreError for no runs, an x that no run has, and a folder that
+    cannot be written.
+    """
+    found = DriftRuns(runs)
+    look = looks(list(dict.fromkeys(found.labels.values())))
+    with writing(out):
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    figures = draw_all(found, look)
+    if len(found.runs) > 1:
+        with writing(out):
+            (out / "tables").mkdir(exist_ok=True)
+        write_csv(over_seeds(found.table("drift")), out / "tables" / "drift_over_seeds.csv")
+        x = x or default_x(found)
+        if x is not None:
+            table = sweep_table(found, x)
+            write_csv(table, out / "tables" / "sweep.csv")
+            swept = draw_sweep(found, x, {**look, **looks(list(dict.fromkeys(table["label"])))})
+            figures = [*([swept] if swept else []), *figures]
+    for figure in figures:
+        write_png(figure.figure, out / "figures" / f"{figure.name}.png")
+    page = out / "index.html"
+    write_atomic(page, render(found, figures, out, command))
+    return page

@@ -1,0 +1,128 @@
+"""Drift runs as one long table: every number of every run, and its mean and interval over the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.analysis.comparison import arm_labels, differing, flatten
+from moe_rl.analysis.statistics import summarise
+from moe_rl.store import Run, StoreError
+
+DRIFT_TABLE = Path("tables") / "drift.csv"
+KEYS = ["label", "subject", "rows", "metric", "by", "at"]  # what names a number, its seed apart
+# What can be the x axis of a sweep besides a key of the configuration: numbers of the updates table.
+MEASURED = {
+    "relative_update_norm": "update norm ‖Δθ‖/‖θ‖",
+    "kl_k3": "KL(old ‖ new), k3 estimate (nats per token)",
+    "log_ratio_sq": "mean square token log-ratio (nats²)",
+}
+
+
+def is_drift_run(run: Run) -> bool:
+    """Whether `measure_drift` wrote the run directory, and got as far as its tables."""
+    return (run.path / DRIFT_TABLE).exists()
+
+
+@dataclass(frozen=True)
+class DriftRuns:
+    """Finished measurements; runs that differ in more than their seed have labels of their own.
+
+    runs: in the order of their labels, then seeds.
+    """
+
+    runs: tuple[Run, ...]
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        if not runs:
+            raise StoreError("expected drift runs (tables/drift.csv in a run directory), found none")
+        labels = arm_labels(runs)
+        ordered = sorted(runs, key=lambda run: (natural(labels[run]), run.seed or 0))
+        object.__setattr__(self, "runs", tuple(ordered))
+
+    @cached_property
+    def labels(self) -> dict[Run, str]:
+        """The arm of each run, with the settings in which it differs from other runs of that arm."""
+        found = arm_labels(self.runs)
+        return {run: found[run] for run in self.runs}
+
+    @cached_property
+    def swept(self) -> list[str]:
+        """Dotted keys of the configuration that differ between runs, seeds and labels apart."""
+        keys = differing([flatten(run.config) for run in self.runs])
+        return [key for key in keys if key not in ("arm", "experiment", "content") and "content." not in key]
+
+    def table(self, name: str) -> pd.DataFrame:
+        """tables/<name>.csv of all runs, with label, seed and path; empty where no run has it."""
+        parts = []
+        for run in self.runs:
+            file = run.path / "tables" / f"{name}.csv"
+            if file.exists():
+                part = pd.read_csv(file, dtype={"subject": str, "rows": str, "at": str}, keep_default_na=True)
+                part[["rows", "at"]] = part[["rows", "at"]].fillna("")
+                parts.append(part.assign(label=self.labels[run], seed=run.seed or 0, path=str(run.path)))
+        columns = [*KEYS, "seed", "path", "sum", "count", "value", "low", "high", "n", "unit"]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+
+
+def natural(text: str) -> tuple[Any, ...]:
+    """A key that sorts optim.lr=3e-05 before optim.lr=0.0001."""
+    parts: list[Any] = []
+    for word in text.replace("(", " ").replace(")", " ").replace("=", " ").replace(",", " ").split():
+        try:
+            parts.append((0, float(word), ""))
+        except ValueError:
+            parts.append((1, 0.0, word))
+    return tuple(parts)
+
+
+def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
+    """One row for each number: KEYS, value, low, high, seeds, n, interval.
+
+    Of several seeds, the mean and its interval over seeds (`statistics.summarise`); of one, its own value
+    with the bootstrap interval over its responses or prompts.
+    """
+    rows = []
+    for key, group in table.groupby(KEYS, sort=False):
+        if len(group) > 1:
+            found = summarise(group["value"].tolist())
+            value, low, high, interval = found.mean, found.low, found.high, found.interval
+        else:
+            value, low, high = (float(group[name].iloc[0]) for name in ("value", "low", "high"))
+            interval = f"95 % bootstrap interval over {group['unit'].iloc[0]}" if np.isfinite(low) else ""
+        counted = int(group["n"].sum())
+        rows.append([*key, value, low, high, len(group), counted, interval])
+    return pd.DataFrame(rows, columns=[*KEYS, "value", "low", "high", "seeds", "n", "interval"])
+
+
+def chosen(
+    table: pd.DataFrame, *, metric: str | None = None, by: str | None = None, **equal: str
+) -> pd.DataFrame:
+    """The rows of a table with these values."""
+    wanted = equal | {key: value for key, value in (("metric", metric), ("by", by)) if value is not None}
+    keep = np.ones(len(table), dtype=bool)
+    for key, value in wanted.items():
+        keep &= (table[key] == value).to_numpy()
+    return table[keep]
+
+
+def first_and_last(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """The first and the last update that a table has, with their titles; one where they are the same."""
+    numbers = sorted({int(subject) for subject in table["subject"] if str(subject).isdigit()})
+    if not numbers:
+        return []
+    if numbers[0] == numbers[-1]:
+        return [(str(numbers[0]), "after the update" if numbers[0] == 1 else f"after update {numbers[0]}")]
+    return [(str(numbers[0]), "after the first update"), (str(numbers[-1]), "after the last update")]
+
+
+def rows_named(table: pd.DataFrame) -> list[str]:
+    """Response before prompt; of traces without a prompt length, all."""
+    present = set(table["rows"])
+    return [name for name in ("response", "prompt", "all") if name in present]
