@@ -57,6 +57,11 @@ def run_id(_root_: DictConfig) -> str:
     """Eight hex digits of everything that names a run but its seed, so that seeds share a directory."""
     plain = run_config(_root_)
     del plain["seed"]
+    return digest(plain)
+
+
+def digest(plain: dict[str, Any]) -> str:
+    """Eight hex digits of a resolved config."""
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 

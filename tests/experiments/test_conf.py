@@ -7,7 +7,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from experiments.config import arm_name, build_objective, build_task, register, run_id, train_config
-from experiments.train import CONF
+from experiments.drift_config import register_drift
+from experiments.launch import CONF
 
 GROUPS = sorted(p.relative_to(CONF) for p in Path(CONF).glob("*/*.yaml"))
 NEEDS = {  # what a group's file leaves to the user
@@ -17,10 +18,11 @@ NEEDS = {  # what a group's file leaves to the user
 }
 
 
-def composed(*overrides):
+def composed(*overrides, config="config"):
     register()
+    register_drift()
     with initialize_config_dir(CONF, version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+        return compose(config, overrides=list(overrides))
 
 
 def test_there_is_something_to_compose():
@@ -30,7 +32,9 @@ def test_there_is_something_to_compose():
 @pytest.mark.parametrize("path", GROUPS, ids=str)
 def test_every_file_composes(path):
     group, name = path.parts[0], path.stem
-    cfg = composed(f"{group}={name}", *NEEDS.get(f"{group}/{name}", []))
+    drift = name.startswith("drift_")  # experiments of measure_drift have options of its own
+    needs = NEEDS.get(f"{group}/{name}", [])
+    cfg = composed(f"{group}={name}", *needs, config="measure_drift" if drift else "config")
     config = train_config(cfg)
     build_objective(cfg)
     if cfg.task.name not in ("jsonl", "reasoning_gym"):  # these read a file, need an extra

@@ -1,0 +1,131 @@
+"""Measure how many experts change with an update, where and why:
+
+    python -m experiments.measure_drift model=tiny seed=0
+    python -m experiments.measure_drift -m experiment=drift_lr
+    python -m experiments.measure_drift old=FILE new=FILE
+
+The third compares two recorded traces of the same tokens, without a model: own files and streams, and those
+of other engines with `trace_files.model=DIR` (see `experiments.inspect_trace`). A run directory gets the
+tables as CSV, the figures as PNG and a page that shows them, index.html; one that is done is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import hydra
+import pandas as pd
+import torch
+import transformers
+from omegaconf import DictConfig
+from tqdm.auto import tqdm
+
+from experiments.config import build_objective, build_task
+from experiments.drift_config import DriftConfig, drift_config, register_drift, stored_config
+from experiments.launch import CONF, attempt, command, interruptible, start, terminal_line
+from experiments.traces import model_sizes, read_trace
+from moe_rl.analysis.drift_report import write_drift_report
+from moe_rl.laboratory.offline import compare_traces
+from moe_rl.laboratory.protocol import Measurement, measure, phases
+from moe_rl.laboratory.rows import COLUMNS
+from moe_rl.models import load_model
+from moe_rl.store import Run, RunStore, environment
+from moe_rl.store.files import write_atomic
+from moe_rl.training.border import (
+    check_together,
+    content_digest,
+    require_encodable,
+    require_same_content,
+)
+
+register_drift()
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="measure_drift")
+def main(cfg: DictConfig) -> None:
+    path = attempt(cfg, run)
+    if path is None:
+        return
+    summary = Run(path).summary
+    first, last = summary["experts_changed_first"], summary["experts_changed_last"]
+    changed = f"{first:.2%} of experts changed"
+    if summary["updates"] > 1:
+        changed = f"{first:.2%} of experts changed after the first update, {last:.2%} after the last"
+    print(f"{os.path.relpath(path)}: done, {changed}; index.html there shows it (tables/, figures/, traces/)")
+
+
+def run(cfg: DictConfig, path: Path) -> None:
+    """One measurement from config to DONE; what goes wrong after the config check leaves FAILED."""
+    config = drift_config(cfg)
+    if config.offline:
+        compare(config, cfg, path)
+    else:
+        measure_model(config, cfg, path)
+
+
+def measure_model(config: DriftConfig, cfg: DictConfig, path: Path) -> None:
+    """Load, warm up, sample, update, measure."""
+    task, objective = build_task(cfg), build_objective(cfg)
+    check_together(objective, config)
+    torch.set_num_threads(config.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    bar = terminal_line()
+    with open_store(cfg, path) as store:
+        lm = load_model(config.model, task.default_tokenizer, config.device)
+        require_encodable(lm, task)
+        content = content_digest(lm, task)
+        require_same_content(path, content)
+        warm = start(lm, task, config, cfg, content, bar)
+        progress = tqdm(
+            total=phases(config, config.drift),
+            desc=f"{config.arm} seed {config.seed}",
+            position=bar,
+            dynamic_ncols=True,
+            disable=None,  # off when not a terminal
+        )
+
+        def done(phase: str) -> None:
+            progress.set_postfix_str(phase)
+            progress.update()
+
+        with progress:
+            found = measure(lm, task, objective, config, config.drift, done)
+        finish(store, path, found, warm)
+
+
+def compare(config: DriftConfig, cfg: DictConfig, path: Path) -> None:
+    """Two recorded traces of the same tokens."""
+    files = config.trace_files
+    sizes = model_sizes(files.model, files.layers, files.experts, files.top_k, files.moe_layers)
+    assert config.old is not None and config.new is not None
+    old, new = (read_trace(file, sizes, files.format) for file in (config.old, config.new))
+    with open_store(cfg, path) as store:
+        found = compare_traces(old, new, config.drift.resamples, files.prompt_tokens)
+        finish(store, path, found, {})
+
+
+def open_store(cfg: DictConfig, path: Path) -> RunStore:
+    found = environment() | {"command": command("experiments.measure_drift")}
+    return RunStore.open(path, stored_config(cfg), found)
+
+
+def finish(store: RunStore, path: Path, found: Measurement, more: dict[str, object]) -> None:
+    """Tables, traces, figures and the page, then DONE."""
+    (path / "tables").mkdir(exist_ok=True)
+    for name, rows in found.tables.items():
+        text = pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False)
+        write_atomic(path / "tables" / f"{name}.csv", text)
+    if found.traces:
+        (path / "traces").mkdir(exist_ok=True)
+    for name, trace in found.traces.items():
+        trace.save(path / "traces" / f"{name}.safetensors")
+    write_drift_report([Run(path)], path, shlex.join(command("experiments.measure_drift")))
+    store.finish(found.summary | more)
+
+
+if __name__ == "__main__":
+    with interruptible():
+        main()
