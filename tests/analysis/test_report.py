@@ -1,16 +1,21 @@
+import errno
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 import experiments.report
 from experiments.report import main, parse
-from moe_rl.store import Run, RunStore
+from moe_rl.analysis.figures import Drawn, draw_all
+from moe_rl.analysis.report import write_report
+from moe_rl.store import Run, RunStore, StoreError
 
 
 class Page(HTMLParser):
@@ -160,3 +165,46 @@ def test_a_run_that_ended_as_collapsed_is_shown_so_not_as_a_crash(
     assert "collapsed 3 of 20 step 3 (non-finite policy)" in page.text
     assert "grpo, seed 0 collapsed: step 3, update 2: loss nan" in page.text
     assert "failed 3 of 20" not in page.text and "seed 0 failed" not in page.text
+
+
+def test_a_report_that_is_cut_short_leaves_only_whole_files(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at, or out of disk space at, each of its files in turn; then made again over what is there."""
+    runs = [make_run("a")]
+    drawn: list[Drawn] = []
+
+    def draw_once(*arguments: Any) -> list[Drawn]:
+        drawn[:] = drawn or draw_all(*arguments)[:1]
+        return drawn
+
+    monkeypatch.setattr("moe_rl.analysis.report.draw_all", draw_once)
+    expected = files(write_report(runs, tmp_path / "report", "").parent)
+    assert {path.suffix for path in expected} == {".png", ".csv", ".html"}
+    replace, left = os.replace, 0
+    error: BaseException = KeyboardInterrupt()
+
+    def stop(source: Path, target: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    for written in range(len(expected)):
+        left = written
+        with pytest.raises(KeyboardInterrupt):
+            write_report(runs, tmp_path / "cut", "")
+        found = files(tmp_path / "cut")
+        assert len(found) == written and found.items() <= expected.items()
+    left, error = 1, OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StoreError, match=r"\.csv cannot be written \(No space left on device\): free space"):
+        write_report(runs, tmp_path / "cut", "")
+    left = len(expected)
+    assert files(write_report(runs, tmp_path / "cut", "").parent) == expected
+    assert not list((tmp_path / "cut").rglob(".*"))
+
+
+def files(out: Path) -> dict[Path, bytes]:
+    return {path.relative_to(out): path.read_bytes() for path in out.rglob("[!.]*.*")}

@@ -13,14 +13,14 @@ from moe_rl.store import Run
 from moe_rl.store.whole import verify
 
 KILLED = -signal.SIGKILL
+STEPS = 3
 RESUME_SECONDS = 0.02  # of a resume that has a checkpoint to read; the uninterrupted run has none
 
 
-def moment(rng: random.Random, phase: str, phases: list[list[Any]], remaining: int) -> dict[str, Any]:
-    """A random moment of a random occurrence of a phase among the steps that remain."""
+def moment(rng: random.Random, phase: str, phases: list[list[Any]], steps: int) -> dict[str, Any]:
+    """A random moment of a random occurrence of a phase within the next steps."""
     seconds = [taken for name, _, _, taken in phases if name == phase]
-    last = max(1, len(seconds) * remaining // 3)
-    occurrence = rng.randint(1, last)
+    occurrence = rng.randint(1, max(1, len(seconds) * steps // STEPS))
     duration = max(seconds) if phase != "resume" else RESUME_SECONDS
     return {"phase": phase, "occurrence": occurrence, "delay": rng.uniform(0, duration)}
 
@@ -35,10 +35,11 @@ def kill_through(lives, seed, small_run, whole, results, nothing_torn, tmp_path)
     kills: Counter[str] = Counter()
     for number, life in enumerate(lives):
         output = tmp_path / f"life{number}"
-        for place in life:
+        for left, place in zip(reversed(range(len(life))), life, strict=True):
             if place in phases:
                 saved = [int(path.name[5:]) for path in output.glob("single/*/*/checkpoints/step-*")]
-                kill = moment(rng, place, whole.ended.phases, remaining=3 - max(saved, default=0))
+                steps = STEPS - max(saved, default=0) - left  # each later place may need a step of its own
+                kill = moment(rng, place, whole.ended.phases, steps)
                 ended = small_run(output, kill=kill)
                 assert ended.killed_in == place, (kill, ended)
             else:
