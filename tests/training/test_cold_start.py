@@ -6,7 +6,7 @@ import torch
 from moe_rl.tasks import get_task
 from moe_rl.tasks.encode import answer_ids, prompt_ids
 from moe_rl.training.border import content_digest
-from moe_rl.training.checkpoint import model_tensors
+from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.cold_start import (
     ColdStartError,
     cold_start,
@@ -56,6 +56,34 @@ def test_it_is_computed_once_and_found_again(lm, task, tmp_path):
     other = warm(lm, task, tmp_path, seed=1)
     assert other.path != first.path
     assert not all(torch.equal(trained[name], tensor) for name, tensor in model_tensors(lm.model).items())
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", None),  # missing
+        ("model.safetensors", lambda good: good[: len(good) // 2]),
+        ("model.safetensors", lambda good: good[:-1] + bytes([good[-1] ^ 1])),
+        ("result.json", lambda good: b""),
+        ("result.json", lambda good: good.replace(b'"steps": 2', b'"steps": 3')),
+    ],
+)
+def test_a_damaged_one_is_computed_again(lm, task, tmp_path, capsys, file, content):
+    start = {name: tensor.clone() for name, tensor in model_tensors(lm.model).items()}
+    first = warm(lm, task, tmp_path, steps=2)
+    files = {path.name: path.read_bytes() for path in first.path.iterdir()}
+    damaged = first.path / file
+    if content is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(content(files[file]))
+    (tmp_path / f".{first.path.name}.tmp").mkdir()  # of a try that was killed
+    restore_model(lm.model, start)
+    capsys.readouterr()
+    assert warm(lm, task, tmp_path, steps=2) == first
+    assert f"cold start computed again: {damaged} is " in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name, f"{first.path.name}.lock"]
 
 
 def test_the_digest_follows_the_content(lm, task):
