@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ def _convert(file: Path, target: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{file} cannot be loaded as a causal LM with its tokenizer: {reason}") from error
     # save_pretrained refuses a model that came from a GGUF file, and the mark is on its config.
