@@ -146,6 +146,7 @@ class ColdStartConfig:
     lr: float = 2e-3
     warmup_steps: int = 20  # then cosine decay to a tenth over `steps`
     weight_decay: float = 0.01
+    aux_loss_coef: float = 0.0  # of the load-balancing loss, see `moe_rl.training.balance`; 0: off
     eval_every: int = 25  # steps
     eval_prompts: int = 128
     seed: int = 0  # of the examples; its own, so that all seeds of RL start from the same model
@@ -155,6 +156,8 @@ class ColdStartConfig:
             raise ValueError(
                 f"cold_start.target_accuracy={self.target_accuracy}: expected a fraction, 0 to 1"
             )
+        if not self.aux_loss_coef >= 0:
+            raise ValueError(f"cold_start.aux_loss_coef={self.aux_loss_coef}: must be at least 0")
 
 
 @dataclass
