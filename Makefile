@@ -4,12 +4,13 @@ BIN := .venv/bin
 # One torch thread per process: two threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all check clean help
+.PHONY: demo test test-all check bench clean help
 
 help:
 	@echo "make demo   train the three arms on a small MoE and write a report (4 to 6 minutes on 2 cores)"
 	@echo "make test   run the tests (make test-all: the slow ones too)"
 	@echo "make check  lint, format and types"
+	@echo "make bench  time recording, training and traces, TRL beside them (about 20 minutes on a quiet machine)"
 	@echo "make clean  remove caches and the virtual environment; runs in outputs/ stay"
 
 # torch first and pinned: it must not be resolved again by a package that depends on it.
@@ -41,6 +42,15 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# TRL, which `against_trl` runs beside the loop; without it the results say so.
+.venv/peers: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[peers]' \
+		|| echo "TRL is not installed and will be missing from the results: see docs/benchmarks.md"
+	touch $@
+
+bench: .venv/peers
+	$(BIN)/python -m experiments.benchmarks.all
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
