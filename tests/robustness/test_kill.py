@@ -108,23 +108,24 @@ def test_kills_all_the_way_through_one_run(small_run, whole, results, nothing_to
 
 
 @pytest.mark.slow
-def test_thirty_kills_at_random_moments(
+def test_kills_at_random_moments(
     small_run, whole, results, nothing_torn, tmp_path, capsys: pytest.CaptureFixture[str]
 ):
     rng = random.Random(1)
     lives = []
-    for other in ("old_policy", "drift", "evaluate", "rollout", "update"):
+    for other in ("old_policy", "drift", "evaluate", None, None):
         rest = ["rollout", "update", "checkpoint", "resume"]
         rng.shuffle(rest)
         lives.append(["cold_start", *rest])
-        if other not in rest:
+        if other:
             lives[-1].insert(rng.randint(1, 5), other)
     kills = kill_through(lives, 2, small_run, whole, results, nothing_torn, tmp_path)
-    kills += kill_reports(30 - kills.total(), 3, small_run, nothing_torn, tmp_path / "life0")
+    kills += kill_reports(4, 3, small_run, nothing_torn, tmp_path / "life0")
     with capsys.disabled():
         print(f"\n{kills.total()} kills, all resumed to the identical run:", dict(sorted(kills.items())))
-    assert kills.total() >= 30
-    assert set(kills) >= {"cold_start", "rollout", "update", "checkpoint", "resume", "report"}
+    assert kills.total() == 32
+    assert min(kills[phase] for phase in ("cold_start", "rollout", "update", "checkpoint", "resume")) == 5
+    assert kills["report"] == 4
 
 
 @pytest.mark.slow

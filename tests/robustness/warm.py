@@ -198,7 +198,7 @@ def harm(request: dict[str, Any], notes: int) -> None:
         if reached and "fill" in request:
             fill(order["ballast"], order["leave"])
         elif reached:
-            if writes and order.get("torn"):
+            if writes and order.get("torn") and not os.path.isdir(path):  # a directory: a file without a name
                 with open(path, writes + "b") as file:
                     file.write(b'{"step": 1, "rew')
             os.kill(os.getpid(), signal.SIGKILL)
