@@ -113,6 +113,18 @@ class RoutingTrace:
         experts = torch.where(valid[..., None, None], self.experts, self.experts.new_zeros(()))
         return self._derive(experts=experts, valid=valid)
 
+    def columns(self, start: int, stop: int | None = None) -> RoutingTrace:
+        """The same trace for the input positions from `start` to before `stop`; drops the token hash."""
+        within = slice(start, stop)
+        return self._derive(experts=self.experts[:, within], valid=self.valid[:, within], token_hash=None)
+
+    def gather(self, index: Tensor) -> RoutingTrace:
+        """The same rows at other places: int64 [B', T'] of flat indices b T + t; drops the token hash."""
+        index = index.to(self.experts.device)
+        return self._derive(
+            experts=self.experts.flatten(0, 1)[index], valid=self.valid.flatten()[index], token_hash=None
+        )
+
     def fit(self, length: int) -> RoutingTrace:
         """The same trace with T = `length`: cut, or padded on the right with rows that are not valid.
 
@@ -122,9 +134,7 @@ class RoutingTrace:
         if length == T:
             return self
         if length < T:
-            return self._derive(
-                experts=self.experts[:, :length], valid=self.valid[:, :length], token_hash=None
-            )
+            return self.columns(0, length)
         experts = self.experts.new_zeros(B, length, L, K)
         experts[:, :T] = self.experts
         valid = self.valid.new_zeros(B, length)

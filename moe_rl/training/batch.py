@@ -70,6 +70,11 @@ class RolloutBatch:
             prompt_length=prompt,
         )
 
+    def prompts(self) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask of the prompt columns, [B, S] each."""
+        columns = slice(self.prompt_length)
+        return self.input_ids_BT[:, columns], self.attention_mask_BT[:, columns]
+
     @property
     def position_ids_BT(self) -> Tensor:
         """0 on the first real token of a row; padding repeats 0."""

@@ -17,6 +17,7 @@ from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.grading import grade
+from moe_rl.training.prefix import distinct_prompts
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
 
@@ -51,11 +52,19 @@ class Groups:
 
 
 def sample_groups(
-    lm: LanguageModel, task: Task, config: RolloutConfig, seed: int, step: int, *, record: bool = False
+    lm: LanguageModel,
+    task: Task,
+    config: RolloutConfig,
+    seed: int,
+    step: int,
+    *,
+    record: bool = False,
+    share_prompts: bool = False,
 ) -> Groups:
     """Sample and grade one rollout batch; with `config.refill`, until its groups have a signal.
 
-    `record` keeps the sampler's routing; it does not go with `config.refill`.
+    `record` keeps the sampler's routing; it does not go with `config.refill`. `share_prompts` reads the
+    prompt of a group once.
 
     Dynamic sampling (DAPO Eq. 11): groups whose rewards are all equal are replaced from up to `config.refill`
     further batches of fresh prompts; what is still missing then is filled with groups without signal, spread
@@ -66,7 +75,7 @@ def sample_groups(
         first = seed * PROMPTS_PER_SEED + ((step - 1) * (1 + config.refill) + round_) * config.prompts
         problems = [task.train(first + i) for i in range(config.prompts)]
         with random_stream(seed, "rollout", step, round_):
-            drawn.append(sample_and_grade(lm, task, problems, config, record))
+            drawn.append(sample_and_grade(lm, task, problems, config, record, share_prompts))
         if sum(int(groups.has_signal_P.sum()) for groups in drawn) >= config.prompts:
             break
     if config.refill == 0:
@@ -84,7 +93,12 @@ def interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def sample_and_grade(
-    lm: LanguageModel, task: Task, problems: Sequence[Problem], config: RolloutConfig, record: bool
+    lm: LanguageModel,
+    task: Task,
+    problems: Sequence[Problem],
+    config: RolloutConfig,
+    record: bool,
+    share_prompts: bool,
 ) -> Groups:
     """G responses to each problem, from torch's current random state, and the task's reward of each."""
     prompts = [ids for p in problems for ids in [prompt_ids(lm.tokenizer, p)] * config.responses]
@@ -99,10 +113,11 @@ def sample_and_grade(
                 max_new_tokens=config.max_new_tokens,
                 temperature=config.temperature,
                 prompt_length=width,
+                share_prompts=share_prompts,
             )
         parts.append(part)
         if recorder is not None:
-            traces.append(recorder.trace(mask=part.attention_mask_BT))
+            traces.append(whole_trace(recorder.traces(), part))
     batch = RolloutBatch.cat(parts, lm.pad_id)
     rewards = [
         grade(lm, task, problems[row // config.responses], ids) for row, ids in enumerate(batch.responses())
@@ -111,6 +126,17 @@ def sample_and_grade(
     length = batch.input_ids_BT.shape[1]
     trace = RoutingTrace.cat([trace.fit(length) for trace in traces]) if traces else None
     return Groups(batch, rewards_PG, rewards_PG.mean().item(), trace=trace)
+
+
+def whole_trace(traces: Sequence[RoutingTrace], batch: RolloutBatch) -> RoutingTrace:
+    """The sampler's trace [B, T]: one recording, or that of shared prompts and the one that continued it."""
+    trace = traces[-1]
+    if len(traces) == 2:
+        once = traces[0]
+        rows = distinct_prompts(*batch.prompts()).of_row_B
+        read = once.valid.shape[1]
+        trace = RoutingTrace.cat([once[rows], trace.columns(read)], dim=1)
+    return trace.fit(batch.input_ids_BT.shape[1]).where(batch.attention_mask_BT)
 
 
 def concatenate(parts: Sequence[Groups], pad_id: int) -> Groups:

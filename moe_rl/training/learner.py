@@ -16,6 +16,7 @@ from moe_rl.training.border import check_together
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.passes import OldPolicy
 from moe_rl.training.policy import Scores, router_logp
+from moe_rl.training.sharing import can_share_prompts
 
 # Where each keyword tensor of an objective comes from.
 BEFORE_UPDATES = {"sampler_logp_BT", "ref_logp_BT", "old_values_BT", "returns_BT"}
@@ -27,7 +28,8 @@ class Learner:
     """`needs` are the keyword tensors that the objective is called with.
 
     `reference` (frozen, the policy as it was before any update) and `value_head` are None where unneeded.
-    `trained` holds policy and value head, for the optimiser, gradient clipping and checkpoints.
+    `trained` holds policy and value head, for the optimiser, gradient clipping and checkpoints. With
+    `share_prompts` a forward runs the prompt of a group once (see `packed`).
     """
 
     policy: PreTrainedModel
@@ -35,6 +37,7 @@ class Learner:
     config: TrainConfig
     needs: frozenset[str]
     moe: bool
+    share_prompts: bool
     reference: PreTrainedModel | None
     value_head: ValueHead | None
     trained: nn.ModuleDict
@@ -73,7 +76,9 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
         betas=(config.optim.beta1, config.optim.beta2),
         weight_decay=config.optim.weight_decay,
     )
-    return Learner(policy, objective, config, needs, moe, reference, value_head, trained, optimizer)
+    # transformers computes its auxiliary loss along with router logits, and not under a packed mask
+    share = "router_shift_BT" not in needs and can_share_prompts(policy)
+    return Learner(policy, objective, config, needs, moe, share, reference, value_head, trained, optimizer)
 
 
 def needed_tensors(objective: Objective) -> frozenset[str]:
@@ -96,7 +101,8 @@ def tensors_of_forward(scores: Scores, old: OldPolicy, rows: slice) -> dict[str,
         found["entropy_BT"] = scores.entropy_BT
     if scores.values_BT is not None:
         found["values_BT"] = scores.values_BT
-    if scores.router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
-        new_BTLK = router_logp(scores.router_logits, old.trace[rows])
+    router_logits = scores.passed.router_logits
+    if router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
+        new_BTLK = router_logp(router_logits, old.trace[rows])
         found["router_shift_BT"] = router_shift(old.router_logp_BTLK[rows], new_BTLK)
     return found

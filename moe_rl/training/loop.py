@@ -1,7 +1,7 @@
 """GRPO, GRPO + Routing Replay and GSPO under one loop: the whole algorithm, top to bottom.
 
-The three arms differ in two places only: the objective, and the context in which the new policy's forward
-runs (`routing_of` in update.py). Everything else, prompts and random streams included, they share.
+The three arms differ in two places only: the objective, and the routing of the new policy's forward
+(`routing_of` in update.py). Everything else, prompts and random streams included, they share.
 
 What differs from the paper (arXiv 2507.18071): the prompts of a step are consecutive items of the task's
 seeded stream rather than a shuffled epoch; there is no KL to a reference policy unless the objective's
@@ -78,7 +78,13 @@ def train(
         # reward each whole response.
         with clock("rollout"), collapse_when_sampling(store, step):
             groups = sample_groups(
-                lm, task, config.rollout, config.seed, step, record=config.replay.source == "rollout"
+                lm,
+                task,
+                config.rollout,
+                config.seed,
+                step,
+                record=config.replay.source == "rollout",
+                share_prompts=learner.share_prompts,
             )
         batch = groups.batch
 
@@ -94,6 +100,7 @@ def train(
                 moe=learner.records_routing,
                 value_head=learner.value_head,
                 router_scores="router_shift_BT" in learner.needs,
+                share_prompts=learner.share_prompts,
                 replay=config.replay,
                 rollout_trace=groups.trace,
             )
@@ -111,7 +118,8 @@ def train(
             updates.append(update)
             if config.measure_drift and update.finite and old.trace is not None and routing is not None:
                 with clock("drift"):
-                    last, routing = routing, native_routing(policy, batch, plan).where(on_response)
+                    new = native_routing(policy, batch, plan, learner.share_prompts)
+                    last, routing = routing, new.where(on_response)
                     update.since_old = expert_change(old.trace.where(on_response), routing)
                     update.since_last = expert_change(last.where(on_response), routing)
             store.log("updates", {"step": step, "update": len(updates)} | update.metrics())

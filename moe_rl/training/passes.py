@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
-from moe_rl.routing import OldWeights, RoutingTrace, Threshold, record_routing, replay_routing
+from moe_rl.routing import RoutingTrace, Threshold
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import ReplayConfig
+from moe_rl.training.forward import Forced, Native, Wanted, forward
 from moe_rl.training.policy import router_logp, score
 
 Plan = list[list[slice]]  # mini-batches of micro-batches of rows
@@ -42,16 +42,14 @@ def flat(plan: Plan) -> Iterator[slice]:
 class OldPolicy:
     """π_old on a rollout batch, before the updates: `Scores`' fields, and its trace on all rows.
 
-    `trace` is its native routing, None for a dense model; `forced` the trace that replay forces, None without
-    replay; `gate_weights_BTLK` the weights of the experts in `trace`, `values_BT` and `router_logp_BTLK` are
-    there where replay or the objective asks for them.
+    `trace` is its native routing, None for a dense model; `forced` what replay forces, None without replay;
+    `values_BT` and `router_logp_BTLK` are there where the objective asks for them.
     """
 
     logp_BT: Tensor
     entropy_BT: Tensor
     trace: RoutingTrace | None
-    forced: RoutingTrace | None = None
-    gate_weights_BTLK: Tensor | None = None
+    forced: Forced | None = None
     values_BT: Tensor | None = None
     router_logp_BTLK: Tensor | None = None
 
@@ -66,6 +64,7 @@ def old_policy_pass(
     moe: bool,
     value_head: ValueHead | None = None,
     router_scores: bool = False,
+    share_prompts: bool = False,
     replay: ReplayConfig,
     rollout_trace: RoutingTrace | None = None,
 ) -> OldPolicy:
@@ -74,56 +73,66 @@ def old_policy_pass(
     Under R3 log-probabilities, values and router scores are on the sampler's experts, as those of the updates
     will be; `trace` and entropy stay native.
     """
+    keep_weights = replay.variant == "old_weights"
+    recorded = Native(record=moe, weights=keep_weights)
     forced = None
     if replay.source == "rollout" and rollout_trace is not None:
-        forced = rollout_trace.where(batch.routing_rows_BT) if replay.variant == "response" else rollout_trace
-    native, scores, traces, gate_weights, router_logps = [], [], [], [], []
-    keep_weights = replay.variant == "old_weights"
+        forced = what_is_forced(replay, rollout_trace, batch)
+    logps, entropies, values, traces, gate_weights, router_logps = [], [], [], [], [], []
     for rows in flat(plan):
-        with record_routing(policy, weights=keep_weights) if moe else nullcontext() as recorder:
+        part = score(
+            policy,
+            batch[rows],
+            temperature,
+            routing=recorded,
+            entropy=True,
+            value_head=value_head,
+            router_logits=router_scores,
+            share_prompts=share_prompts,
+        )
+        entropies.append(part.entropy_BT)
+        if part.passed.native is not None:
+            traces.append(part.passed.native)
+            gate_weights.append(part.passed.gate_weights_BTLK)
+        if forced is not None:
             part = score(
                 policy,
                 batch[rows],
                 temperature,
-                entropy=True,
+                routing=forced[rows],
                 value_head=value_head,
                 router_logits=router_scores,
+                share_prompts=share_prompts,
             )
-        native.append(part)
-        if recorder is not None:
-            traces.append(recorder.trace())
-            if keep_weights:
-                gate_weights.append(recorder.weights())
-        if forced is not None:
-            with replay_routing(policy, forced[rows], variant=variant_of(replay, None)):
-                part = score(
-                    policy, batch[rows], temperature, value_head=value_head, router_logits=router_scores
-                )
-        scores.append(part)
-        if part.router_logits is not None:
-            router_logps.append(router_logp(part.router_logits, traces[-1]))
+        if part.passed.router_logits is not None:
+            router_logps.append(router_logp(part.passed.router_logits, traces[-1]))
+        logps.append(part.logp_BT)
+        values.append(part.values_BT)
     trace = RoutingTrace.cat(traces) if traces else None
     if replay.source == "old_policy" and trace is not None:
-        forced = trace.where(batch.routing_rows_BT) if replay.variant == "response" else trace
-    logp_BT = joined([part.logp_BT for part in scores])
-    entropy_BT = joined([part.entropy_BT for part in native])
+        forced = what_is_forced(replay, trace, batch, joined(gate_weights))
+    logp_BT, entropy_BT = joined(logps), joined(entropies)
     assert logp_BT is not None and entropy_BT is not None
     return OldPolicy(
         logp_BT,
         entropy_BT,
         trace,
         forced,
-        gate_weights_BTLK=joined(gate_weights),
-        values_BT=joined([part.values_BT for part in scores]),
+        values_BT=joined(values),
         router_logp_BTLK=joined(router_logps),
     )
 
 
-def variant_of(config: ReplayConfig, gate_weights_BTLK: Tensor | None) -> Threshold | OldWeights | None:
-    """The variant of `replay_routing` that the options ask for."""
+def what_is_forced(
+    config: ReplayConfig, trace: RoutingTrace, batch: RolloutBatch, weights_BTLK: Tensor | None = None
+) -> Forced:
+    """The trace that the updates replay, by the variant that the options ask for."""
+    if config.variant == "response":
+        trace = trace.where(batch.routing_rows_BT)
+    threshold = None
     if config.variant == "threshold" and config.min_ratio is not None:
-        return Threshold(config.min_ratio)
-    return OldWeights(gate_weights_BTLK) if gate_weights_BTLK is not None else None
+        threshold = Threshold(config.min_ratio)
+    return Forced(trace, threshold, weights_BTLK)
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -133,24 +142,21 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 @torch.no_grad()
-def reference_logp(reference: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float) -> Tensor:
+def reference_logp(
+    reference: PreTrainedModel, batch: RolloutBatch, plan: Plan, temperature: float, share_prompts: bool
+) -> Tensor:
     """log π_ref of the sampled tokens, [B, T], nats."""
-    return torch.cat([score(reference, batch[rows], temperature).logp_BT for rows in flat(plan)])
+    parts = [score(reference, batch[rows], temperature, share_prompts=share_prompts) for rows in flat(plan)]
+    return torch.cat([part.logp_BT for part in parts])
 
 
 @torch.no_grad()
-def native_routing(policy: PreTrainedModel, batch: RolloutBatch, plan: Plan) -> RoutingTrace:
+def native_routing(
+    policy: PreTrainedModel, batch: RolloutBatch, plan: Plan, share_prompts: bool = False
+) -> RoutingTrace:
     """The experts that the policy chooses by itself on the batch's tokens, by the training forward."""
-    traces = []
-    for rows in flat(plan):
-        part = batch[rows]
-        with record_routing(policy) as recorder:
-            policy(
-                input_ids=part.input_ids_BT,
-                attention_mask=part.attention_mask_BT,
-                position_ids=part.position_ids_BT,
-                use_cache=False,
-                logits_to_keep=1,  # routing needs the layers, not the output head
-            )
-        traces.append(recorder.trace())
-    return RoutingTrace.cat(traces)
+    recorded, nothing = Native(record=True), Wanted(logits=False)  # the layers, not the output head
+    passes = [
+        forward(policy, batch[rows], recorded, nothing, share_prompts=share_prompts) for rows in flat(plan)
+    ]
+    return RoutingTrace.cat([passed.native for passed in passes if passed.native is not None])

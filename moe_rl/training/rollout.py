@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.models import LanguageModel
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.nonfinite import require_finite
+from moe_rl.training.prefix import read_once
+
+# Prompt tokens of a batch below which one more call of the model costs more than it saves.
+WORTH_READING_ONCE = 1024
 
 
 def left_pad(
@@ -62,23 +66,30 @@ def sample_responses(
     max_new_tokens: int,
     temperature: float,
     prompt_length: int | None = None,
+    share_prompts: bool = False,
 ) -> RolloutBatch:
     """One response to each prompt, from torch's current random state.
 
     temperature 0 decodes greedily. Everything that would change the sampled distribution (top-k, top-p,
     penalties, a checkpoint's own generation defaults) is off: `sampler_logp_BT` is the log-softmax of
     logits / temperature, exactly what was sampled from (of the logits for greedy decoding). `prompt_length`
-    pads the prompts further than to the longest. Raises ValueError for a prompt that does not fit the model.
+    pads the prompts further than to the longest; with `share_prompts` rows that share their neighbour's
+    prompt read it once. Raises ValueError for a prompt that does not fit the model.
     """
     require_fit(lm, prompts, max_new_tokens)
     device = lm.model.device
     prompt_ids, prompt_mask = (t.to(device) for t in left_pad(prompts, lm.pad_id, prompt_length))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     drawn = _DrawnLogp(temperature or 1.0)
+    cache: dict[str, DynamicCache] = {}
+    if share_prompts and prompt_ids.shape[1] > 1 and prompt_ids.numel() >= WORTH_READING_ONCE:
+        # all but the last token, which `generate` runs itself
+        cache = read_once(lm.model, prompt_ids[:, :-1], prompt_mask[:, :-1])
     ids_BT = lm.model.generate(  # type: ignore[operator]  # a mixin that torch's stubs take for a tensor
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
         logits_processor=LogitsProcessorList([drawn]),
+        **cache,
         generation_config=GenerationConfig(
             **(sampling if temperature > 0 else {"do_sample": False}),
             max_new_tokens=max_new_tokens,

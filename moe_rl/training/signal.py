@@ -45,7 +45,9 @@ def learning_signal(learner: Learner, groups: Groups, old: OldPolicy, plan: Plan
     if "sampler_logp_BT" in learner.needs:
         tensors["sampler_logp_BT"] = batch.sampler_logp_BT
     if learner.reference is not None:
-        tensors["ref_logp_BT"] = reference_logp(learner.reference, batch, plan, rollout.temperature)
+        tensors["ref_logp_BT"] = reference_logp(
+            learner.reference, batch, plan, rollout.temperature, learner.share_prompts
+        )
     if old.values_BT is None:
         advantages = finite_groups_advantages(rewards_PG, learner.config.advantages).reshape(-1)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_rl.objectives.mismatch import off_policy_sequence_mask
-from moe_rl.routing import expert_change, replay_routing
+from moe_rl.routing import expert_change
 from moe_rl.routing.drift import ExpertChange
-from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import MismatchConfig
+from moe_rl.training.forward import Forced, Native
 from moe_rl.training.learner import Learner, tensors_of_forward
 from moe_rl.training.measure import drift_metrics
-from moe_rl.training.passes import OldPolicy, variant_of
+from moe_rl.training.passes import OldPolicy
 from moe_rl.training.policy import score
 from moe_rl.training.signal import Signal
 
@@ -61,13 +60,9 @@ class Update:
         return found
 
 
-def routing_of(learner: Learner, old: OldPolicy, rows: slice) -> AbstractContextManager[Replay | None]:
-    """Native routing, or replay of the old experts for these rows; held open until after backward."""
-    if old.forced is None:
-        return nullcontext()
-    gate_weights = old.gate_weights_BTLK[rows] if old.gate_weights_BTLK is not None else None
-    variant = variant_of(learner.config.replay, gate_weights)
-    return replay_routing(learner.policy, old.forced[rows], variant=variant)
+def routing_of(old: OldPolicy, rows: slice) -> Native | Forced:
+    """Native routing, or replay of the old experts for these rows."""
+    return Native() if old.forced is None else old.forced[rows]
 
 
 def gradient_update(
@@ -88,36 +83,38 @@ def gradient_update(
     learner.optimizer.zero_grad()
     for rows in minibatch:
         part, target_part = batch[rows], signal[rows]
-        with routing_of(learner, old, rows) as replay:
-            scores = score(
-                learner.policy,
-                part,
-                config.rollout.temperature,
-                entropy="entropy_BT" in learner.needs,
-                value_head=learner.value_head,
-                router_logits="router_shift_BT" in learner.needs,
-            )
-            extra = tensors_of_forward(scores, old, rows)
-            extra |= off_policy_weights(config.mismatch, scores.logp_BT, part, target_part)
-            keywords: dict[str, Any] = target_part.tensors | extra
-            loss, _ = objective(
-                scores.logp_BT,
-                old.logp_BT[rows],
-                target_part.advantages,
-                target_part.mask_BT,
-                sequences=sequences,
-                tokens=max(tokens, 1),
-                **keywords,
-            )
-            loss.backward()
+        scores = score(
+            learner.policy,
+            part,
+            config.rollout.temperature,
+            routing=routing_of(old, rows),
+            entropy="entropy_BT" in learner.needs,
+            value_head=learner.value_head,
+            router_logits="router_shift_BT" in learner.needs,
+            share_prompts=learner.share_prompts,
+        )
+        extra = tensors_of_forward(scores, old, rows)
+        extra |= off_policy_weights(config.mismatch, scores.logp_BT, part, target_part)
+        keywords: dict[str, Any] = target_part.tensors | extra
+        loss, _ = objective(
+            scores.logp_BT,
+            old.logp_BT[rows],
+            target_part.advantages,
+            target_part.mask_BT,
+            sequences=sequences,
+            tokens=max(tokens, 1),
+            **keywords,
+        )
+        loss.backward()
         loss_sum += loss.item()
         logps.append(scores.logp_BT.detach())
         for name, tensor in extra.items():
             forward_tensors.setdefault(name, []).append(tensor.detach())
-        if replay is not None and old.forced is not None:
-            on, forced = part.routing_rows_BT, old.forced[rows]
-            overridden.append(expert_change(replay.used.where(on), replay.native.where(on)))
-            followed.append(expert_change(forced.where(on), replay.used.where(on)))
+        used, native = scores.passed.used, scores.passed.native
+        if old.forced is not None and used is not None and native is not None:
+            on, forced = part.routing_rows_BT, old.forced.trace[rows]
+            overridden.append(expert_change(used.where(on), native.where(on)))
+            followed.append(expert_change(forced.where(on), used.where(on)))
 
     grad_norm = torch.nn.utils.clip_grad_norm_(
         learner.trained.parameters(), config.optim.max_grad_norm

@@ -111,7 +111,7 @@ def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, monkeypatch
     from moe_rl.training import groups, update
 
     recorded, forced = [], []
-    sample, replay = groups.sample_and_grade, update.replay_routing
+    sample, routing_of = groups.sample_and_grade, update.routing_of
 
     def sampled(*args, **kwargs):
         found = sample(*args, **kwargs)
@@ -122,12 +122,12 @@ def test_rollout_replay_forces_the_samplers_experts(tmp_path, fresh, monkeypatch
         recorded.append(found.trace)
         return found
 
-    def replayed(model, trace, **options):
-        forced.append(trace)
-        return replay(model, trace, **options)
+    def routed(old, rows):
+        forced.append(routing_of(old, rows).trace)
+        return routing_of(old, rows)
 
     monkeypatch.setattr(groups, "sample_and_grade", sampled)
-    monkeypatch.setattr(update, "replay_routing", replayed)
+    monkeypatch.setattr(update, "routing_of", routed)
     result = run(tmp_path / "run", fresh(), config(steps=1, replay=ReplayConfig("rollout")))
     assert torch.equal(torch.cat([trace.experts for trace in forced]), recorded[0].experts)
     # old and new log-probabilities are on the same experts, so the first ratio is 1 whatever the sampler did

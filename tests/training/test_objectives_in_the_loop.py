@@ -69,7 +69,7 @@ def test_router_shift_by_hand(lm, task):
     scores, traces = [], []
     for _ in range(2):
         with torch.no_grad(), record_routing(lm.model) as recorder:
-            scores.append(score(lm.model, batch, 1.0, router_logits=True).router_logits)
+            scores.append(score(lm.model, batch, 1.0, router_logits=True).passed.router_logits)
         traces.append(recorder.trace())
         with torch.no_grad():
             for parameter in lm.model.parameters():
@@ -80,7 +80,9 @@ def test_router_shift_by_hand(lm, task):
     gamma_BT = router_shift(router_logp(scores[0], old), router_logp(scores[1], old))
     t = batch.prompt_length
     moved = [
-        (scores[1][layer][t - 1].log_softmax(-1)[e] - scores[0][layer][t - 1].log_softmax(-1)[e]).abs().item()
+        (scores[1][layer][0, t - 1].log_softmax(-1)[e] - scores[0][layer][0, t - 1].log_softmax(-1)[e])
+        .abs()
+        .item()
         for layer in range(2)
         for e in old.experts[0, t - 1, layer].tolist()
     ]
