@@ -51,9 +51,7 @@ def restore_optimizer(
     for full_name, value in tensors.items():
         name, key = full_name.split("|")
         parameter = parameters[name]
-        # AdamW keeps its step counter on the CPU whatever the parameter's device.
-        device = value.device if value.dim() == 0 else parameter.device
-        optimizer.state[parameter][key] = value.to(device)
+        optimizer.state[parameter][key] = value.to(parameter.device)
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore) -> int:

@@ -120,7 +120,9 @@ def _train(
         raise ColdStartError("cold_start.aux_loss_coef balances the load of experts, and this model has none")
     lm.model.eval()  # no dropout, as in RL
     tqdm.write(f"cold start: up to {config.steps} steps, to a sampled accuracy of {config.target_accuracy}")
-    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
+    )
     problems = held_out_for_cold_start(task, config.eval_prompts)
     best = 0.0
     progress = tqdm(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from moe_rl.models import ValueHead
 from moe_rl.objectives import Objective, router_shift
 from moe_rl.routing.routers import has_routers
-from moe_rl.training.border import check_together
+from moe_rl.training.border import check_model, check_together
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.passes import OldPolicy
 from moe_rl.training.policy import Scores, router_logp
@@ -57,13 +57,8 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
     """
     moe = has_routers(policy)
     check_together(objective, config)
+    check_model(policy, objective, config)
     needs = needed_tensors(objective)
-    if config.replay.source is not None and not moe:
-        raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
-    if "router_shift_BT" in needs and not moe:
-        raise ValueError(
-            f"objective {type(objective).__name__}: the model has no routers to measure a shift of"
-        )
     policy.eval()  # π_old and π_θ are one function of their weights: dropout in neither
     reference = copy.deepcopy(policy).requires_grad_(False) if "ref_logp_BT" in needs else None
     value_head = ValueHead(policy).to(policy.device) if "values_BT" in needs else None
@@ -75,6 +70,7 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
         lr=config.optim.lr,
         betas=(config.optim.beta1, config.optim.beta2),
         weight_decay=config.optim.weight_decay,
+        fused=True,  # as transformers' Trainer; one by one, small parameters cost their calls
     )
     # transformers computes its auxiliary loss along with router logits, and not under a packed mask
     share = "router_shift_BT" not in needs and can_share_prompts(policy)
