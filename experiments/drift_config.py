@@ -61,7 +61,8 @@ def stored_config(cfg: DictConfig) -> dict[str, Any]:
         del plain["trace_files"]
         return plain
     content = {name: content_of(Path(file)) for name, file in files.items() if file is not None}
-    options = {key: plain[key] for key in ("experiment", "drift", "trace_files")}
+    options = {key: plain[key] for key in ("experiment", "trace_files")}
+    options["drift"] = {"resamples": plain["drift"]["resamples"]}
     return options | files | {"content": content, "arm": "traces"}
 
 

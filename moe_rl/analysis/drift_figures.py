@@ -274,7 +274,7 @@ def draw_points(ax: Axes, one: PointPanel, look: Mapping[str, Look]) -> None:
         ax.set_xscale("log")
     elif one.ticks:
         ax.set_xticks(range(len(one.ticks)), one.ticks)
-    else:
+    elif (one.points["x"] % 1 == 0).all():
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if one.frame.log:
         ax.set_yscale("log")

@@ -75,12 +75,16 @@ FRACTIONS = {
 
 def render(runs: DriftRuns, figures: Sequence[DriftFigure], out: Path, command: str) -> str:
     """The whole page; figures are read from out/figures and embedded."""
-    labels = distinct(runs.labels.values()).split(", ") if len(set(runs.labels.values())) == 1 else []
-    title = f"Expert drift: {labels[0]}" if labels else "Expert drift"
+    labels = list(dict.fromkeys(runs.labels.values()))
+    title = "Expert drift" if len(labels) > 1 else f"Expert drift: {labels[0]}"
+    drawn = [embedded(one.title, one.caption, out / "figures" / f"{one.name}.png") for one in figures]
     parts = ["<h3>What was measured</h3>", _overview(runs)]
-    for label in dict.fromkeys(runs.labels.values()):
-        parts += [f"<h2>{escape(label)}</h2>" if not labels else "", *_numbers(runs, label)]
-    parts += [embedded(one.title, one.caption, out / "figures" / f"{one.name}.png") for one in figures]
+    if len(labels) == 1:
+        parts += [*_numbers(runs, labels[0]), *drawn]
+    else:
+        parts += ["<h3>By configuration, response tokens</h3>", _by_configuration(runs, labels), *drawn]
+        for label in labels:
+            parts += [f"<h2>{escape(label)}</h2>", *_numbers(runs, label)]
     parts += ["<h3>Runs</h3>", _runs(runs), "<h2>How to reproduce</h2>", _reproduce(runs, command)]
     return document(title, "\n".join(parts))
 
@@ -109,6 +113,32 @@ def _overview(runs: DriftRuns) -> str:
         ("Machine", distinct(machine(found) for found in environments)),
     ]
     return table([], [[escape(label), escape(value)] for label, value in rows if value])
+
+
+def _by_configuration(runs: DriftRuns, labels: Sequence[str]) -> str:
+    """One line a configuration: drift, and the size of the updates that made it."""
+    drift = over_seeds(chosen(runs.table("drift"), by="all"))
+    updates = over_seeds(runs.table("updates"))
+    rows = rows_named(drift)[0]
+    ends = first_and_last(drift)
+    columns = [
+        (f"{name}, {title}", chosen(points, metric=metric, subject=subject, rows=kind))
+        for name, metric, points, kind in (
+            ("experts changed", "experts", drift, rows),
+            ("tokens changed", "tokens", drift, rows),
+            ("KL, k3 (nats)", "kl_k3", updates, rows),
+            ("‖Δθ‖/‖θ‖", "relative_update_norm", updates, ""),
+        )
+        for subject, title in ends
+    ]
+    columns = [(head, points) for head, points in columns if len(points)]
+    lines = [
+        [escape(label), *(_cell(found, found["metric"].isin(FRACTIONS).any()) for found in cells)]
+        for label in labels
+        for cells in [[chosen(points, label=label) for _, points in columns]]
+    ]
+    note = f'<p class="note">{escape(_note(drift))}</p>'
+    return table(["", *(escape(head) for head, _ in columns)], lines) + note
 
 
 def _numbers(runs: DriftRuns, label: str) -> list[str]:
@@ -216,7 +246,10 @@ def _runs(runs: DriftRuns) -> str:
                 escape(notes),
             ]
         )
-    return table(["Configuration", "Seed", "Directory", "Not measured"], lines)
+    found = table(["Configuration", "Seed", "Directory", "Not measured"], lines)
+    for run in runs.left_out:
+        found += f'<p class="note">Left out, {run.status}: <code>{escape(str(run.path))}</code></p>'
+    return found
 
 
 def _reproduce(runs: DriftRuns, command: str) -> str:

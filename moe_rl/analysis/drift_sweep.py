@@ -10,12 +10,12 @@ import pandas as pd
 
 from moe_rl.analysis.comparison import arm_labels, setting
 from moe_rl.analysis.drift_figures import CHANGED, DriftFigure, PointPanel, figure
-from moe_rl.analysis.drift_tables import MEASURED, DriftRuns, chosen, first_and_last, over_seeds
+from moe_rl.analysis.drift_tables import MEASURED, NOT_DRIFT, DriftRuns, chosen, first_and_last, over_seeds
 from moe_rl.analysis.plots import Look, Panel
 from moe_rl.store import StoreError
 
-FLOOR = "noise floor: cached decoding"
-WIDE = 10.0  # a numeric axis that spans more than this factor is logarithmic
+FLOOR = "largest noise floor"
+WIDE = 8.0  # a numeric axis that spans more than this factor is logarithmic
 
 
 def default_x(runs: DriftRuns) -> str | None:
@@ -24,18 +24,19 @@ def default_x(runs: DriftRuns) -> str | None:
 
 
 def sweep_table(runs: DriftRuns, x: str) -> pd.DataFrame:
-    """One row a run, update and kind of token: experts changed, and the floor of cached decoding.
+    """One row a run, update and kind of token: experts changed, and the path of the largest floor.
 
     Columns label (of the runs that differ in x and seed alone), x, seed, subject, rows, metric, value, low,
     high, n, unit and path. `x` is a dotted key of the configuration or one of MEASURED. Raises StoreError for
     a key that no run has.
     """
-    ignore = () if x in MEASURED else (x,)
+    ignore = NOT_DRIFT if x in MEASURED else (*NOT_DRIFT, x)
     labels = arm_labels(runs.runs, ignore)
     if x not in MEASURED and all(setting(run, x) is None for run in runs.runs):
         raise StoreError(f"x={x}: expected a key of the configuration or one of {', '.join(MEASURED)}")
     drift = chosen(runs.table("drift"), metric="experts", by="all")
-    floor = chosen(runs.table("floor"), metric="experts", by="all", subject="decode").assign(metric="floor")
+    floor = chosen(runs.table("floor"), metric="experts", by="all").assign(metric="floor")
+    floor = floor.sort_values("value", kind="stable").groupby(["path", "rows"]).tail(1)
     updates = chosen(runs.table("updates"), metric=x)
     measured = {(row.path, row.subject): row.value for row in updates.itertuples()}
     table = pd.concat([drift, floor], ignore_index=True)
@@ -62,8 +63,8 @@ def draw_sweep(runs: DriftRuns, x: str, look: Mapping[str, Look]) -> DriftFigure
             for subject, title in first_and_last(drift)
         ]
     caption = (
-        f"Experts changed on response tokens against {MEASURED.get(x, x)}. Grey: what cached decoding "
-        "changes with the weights unchanged."
+        f"Experts changed on response tokens against {MEASURED.get(x, x)}. Grey: with unchanged weights, on "
+        "the path of the noise floor that changes most; the path that drift is measured by has 0 in float32."
     )
     return figure("sweep", f"Drift against {x}", caption, panels, {**look, FLOOR: Look("#777777", ":")})
 

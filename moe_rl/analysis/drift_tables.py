@@ -16,6 +16,7 @@ from moe_rl.analysis.statistics import summarise
 from moe_rl.store import Run, StoreError
 
 DRIFT_TABLE = Path("tables") / "drift.csv"
+NOT_DRIFT = ("drift.floor", "drift.reasons", "drift.resamples")  # what is measured beside it
 KEYS = ["label", "subject", "rows", "metric", "by", "at"]  # what names a number, its seed apart
 # What can be the x axis of a sweep besides a key of the configuration: numbers of the updates table.
 MEASURED = {
@@ -26,37 +27,41 @@ MEASURED = {
 
 
 def is_drift_run(run: Run) -> bool:
-    """Whether `measure_drift` wrote the run directory, and got as far as its tables."""
-    return (run.path / DRIFT_TABLE).exists()
+    """Whether `measure_drift` made the run directory."""
+    return "drift" in run.config
 
 
 @dataclass(frozen=True)
 class DriftRuns:
-    """Finished measurements; runs that differ in more than their seed have labels of their own.
+    """Measurements; runs that differ in more than their seed have labels of their own.
 
-    runs: in the order of their labels, then seeds.
+    runs: those that have their tables, in the order of their labels, then seeds.  left_out: the others,
+    unfinished or failed.
     """
 
     runs: tuple[Run, ...]
+    left_out: tuple[Run, ...]
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        if not runs:
-            raise StoreError("expected drift runs (tables/drift.csv in a run directory), found none")
-        labels = arm_labels(runs)
-        ordered = sorted(runs, key=lambda run: (natural(labels[run]), run.seed or 0))
+        measured = [run for run in runs if (run.path / DRIFT_TABLE).exists()]
+        if not measured:
+            raise StoreError("expected finished runs of measure_drift (tables/drift.csv in them), found none")
+        labels = arm_labels(measured, NOT_DRIFT)
+        ordered = sorted(measured, key=lambda run: (natural(labels[run]), run.seed or 0))
         object.__setattr__(self, "runs", tuple(ordered))
+        object.__setattr__(self, "left_out", tuple(run for run in runs if run not in measured))
 
     @cached_property
     def labels(self) -> dict[Run, str]:
         """The arm of each run, with the settings in which it differs from other runs of that arm."""
-        found = arm_labels(self.runs)
+        found = arm_labels(self.runs, NOT_DRIFT)
         return {run: found[run] for run in self.runs}
 
     @cached_property
     def swept(self) -> list[str]:
         """Dotted keys of the configuration that differ between runs, seeds and labels apart."""
         keys = differing([flatten(run.config) for run in self.runs])
-        return [key for key in keys if key not in ("arm", "experiment", "content") and "content." not in key]
+        return [key for key in keys if key not in ("arm", "experiment", *NOT_DRIFT)]
 
     def table(self, name: str) -> pd.DataFrame:
         """tables/<name>.csv of all runs, with label, seed and path; empty where no run has it."""

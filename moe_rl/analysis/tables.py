@@ -31,7 +31,7 @@ def three_digits(value: float) -> str:
     """0.200, 12.0, 1234, 3.00e-05: comparable down a column."""
     if value == 0:
         return "0"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".removesuffix(".")
 
 
 MEASURES = (
