@@ -53,9 +53,14 @@ def save_checkpoint(
         for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
             _save_tensors(folder / name, tensors)
         (folder / STATE_FILE).write_text(to_json({"step": step, "state": state}), encoding="utf-8")
+    drop_old(directory)
+    return final
+
+
+def drop_old(directory: Path) -> None:
+    """Remove all but the last two checkpoints."""
     for _, old in step_directories(directory)[:-KEEP]:
         discard(old)
-    return final
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

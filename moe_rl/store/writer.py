@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from filelock import FileLock, Timeout
 
-from moe_rl.store.checkpoints import Checkpoint, load_checkpoint, save_checkpoint, step_directories
+from moe_rl.store.checkpoints import (
+    Checkpoint,
+    drop_old,
+    load_checkpoint,
+    save_checkpoint,
+    step_directories,
+)
 from moe_rl.store.environment import environment as current_environment
 from moe_rl.store.files import (
     StoreError,
@@ -142,6 +148,7 @@ class RunStore:
         for later, path in step_directories(self.path / "checkpoints"):
             if later > step:
                 discard(path)
+        drop_old(self.path / "checkpoints")  # a kill may have come between a save and this
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run done: `summary` becomes the JSON content of DONE."""
