@@ -15,6 +15,7 @@ NEEDS = {  # what a group's file leaves to the user
     "task/jsonl": ["task.path=problems.jsonl"],
     "task/reasoning_gym": ["task.family=chain_sum"],
     "model/checkpoint": ["model.path=checkpoint"],
+    "model/upcycled": ["model.path=checkpoint"],
 }
 
 
