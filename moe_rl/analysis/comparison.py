@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moe_rl.analysis.collapse import FRACTION, PATIENCE, WINDOW, Collapse, detect_collapse
+from moe_rl.analysis.readable import require_readable
 from moe_rl.store import Run
 
 ARM_ORDER = ("grpo", "grpo+replay", "gspo")
@@ -164,12 +165,8 @@ def flatten(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _load(run: Run, arm: str) -> Member:
-    steps = run.steps()
+    steps, updates, evals = run.steps(), run.updates(), run.evals()
+    require_readable(run, steps, updates, evals)
     return Member(
-        run=run,
-        arm=arm,
-        steps=steps,
-        updates=run.updates(),
-        evals=run.evals(),
-        collapse=collapse_of(run, steps),
+        run=run, arm=arm, steps=steps, updates=updates, evals=evals, collapse=collapse_of(run, steps)
     )

@@ -91,12 +91,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    complete = path.read_bytes().rpartition(b"\n")[0]
+    try:
+        complete = path.read_bytes().rpartition(b"\n")[0]
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
     records = []
     for number, line in enumerate(complete.splitlines(), start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
         if not isinstance(record, dict):
             raise StoreError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}")

@@ -1,17 +1,16 @@
 """The reader of run directories: config, metrics as data frames, status."""
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import yaml
 
 from moe_rl.store.files import StoreError, read_lines
+from moe_rl.store.records import read_config, read_metrics, read_object, read_text
 
 Status = Literal["done", "failed", "unfinished"]
 
@@ -20,7 +19,7 @@ Status = Literal["done", "failed", "unfinished"]
 class Run:
     """One run directory, read only; a run that is still being written can be read too.
 
-    Raises StoreError when `path` holds no run.
+    Raises StoreError when `path` holds no run, and wherever a file of it is read that is damaged.
     """
 
     path: Path
@@ -33,14 +32,12 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration."""
-        config: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        return config
+        return read_config(self.path / "config.yaml")
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, machine, commit and start time of the first try."""
-        record: dict[str, Any] = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
-        return record
+        return read_object(self.path / "environment.json")
 
     @property
     def status(self) -> Status:
@@ -53,30 +50,36 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """What the run wrote into DONE; empty before."""
         file = self.path / "DONE"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return read_object(file) if file.exists() else {}
 
     @property
     def failure(self) -> str:
         """The traceback in FAILED; empty when the run did not fail."""
         file = self.path / "FAILED"
-        return file.read_text(encoding="utf-8") if self.status == "failed" else ""
+        return read_text(file, errors="replace") if self.status == "failed" else ""
 
     @property
     def arm(self) -> str:
         """Name of what is compared, e.g. "grpo+replay"."""
         if self.config.get("arm"):
             return str(self.config["arm"])
-        objective = (self.config.get("objective") or {}).get("name", "unnamed")
-        replay = (self.config.get("replay") or {}).get("source")
+        objective = self._section("objective").get("name", "unnamed")
+        replay = self._section("replay").get("source")
         return f"{objective}+replay" if replay else str(objective)
 
     @property
     def seed(self) -> int | None:
-        return self.config.get("seed")
+        seed = self.config.get("seed")
+        if seed is not None and type(seed) is not int:
+            raise StoreError(
+                f"{self.path / 'config.yaml'} is damaged: expected an integer as seed, got {seed!r}"
+            )
+        return seed
 
     def steps(self) -> pd.DataFrame:
         """One row a rollout batch; list-valued columns stay lists."""
-        return self._frame("steps")
+        # a hole in these would read as a value that is not finite: a collapse
+        return self._frame("steps", whole=("reward/mean", "loss", "grad_norm"))
 
     def updates(self) -> pd.DataFrame:
         """One row a gradient update."""
@@ -90,8 +93,16 @@ class Run:
         """Restarts, repairs and earlier failures, as logged."""
         return read_lines(self.path / "events.jsonl")
 
-    def _frame(self, stream: str) -> pd.DataFrame:
-        return pd.DataFrame(read_lines(self.path / f"{stream}.jsonl"))
+    def _frame(self, stream: str, whole: Collection[str] = ()) -> pd.DataFrame:
+        return pd.DataFrame(read_metrics(self.path / f"{stream}.jsonl", whole))
+
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.config.get(name) or {}
+        if not isinstance(section, dict):
+            raise StoreError(
+                f"{self.path / 'config.yaml'} is damaged: expected options below {name}, got {section!r}"
+            )
+        return section
 
 
 def find_runs(*paths: str | Path) -> list[Run]:
