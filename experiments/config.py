@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -86,9 +88,29 @@ def train_config(cfg: DictConfig) -> Config:
     assert isinstance(config, Config)
     config.check()
     config.model.check()
+    require_finite(run_config(cfg))
     if config.threads < 1:
         raise ValueError(f"threads={config.threads}: must be at least 1")
+    try:
+        torch.empty(1, device=config.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"device={config.device}: not usable here: {reason}") from error
     return config
+
+
+def require_finite(value: Any, name: str = "") -> None:
+    """Raise `ValueError` for an option that is NaN or infinite; a clip width or a bound may be infinite."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            require_finite(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            require_finite(inner, f"{name}[{index}]")
+    elif isinstance(value, float):
+        unbounded = name.startswith(("objective.", "mismatch.")) and not math.isnan(value)
+        if not (math.isfinite(value) or unbounded):
+            raise ValueError(f"{name}={value}: expected a finite number")
 
 
 def _schema(name: str, cls: type) -> type:
