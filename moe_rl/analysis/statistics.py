@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import trim_mean
+from scipy.stats import binomtest, permutation_test, trim_mean
 
 MIN_SEEDS_FOR_INTERVAL = 5
 CONFIDENCE = 0.95
@@ -83,3 +83,105 @@ def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]
     """Summary of value minus baseline over the seeds that both have."""
     shared = sorted(values.keys() & baseline.keys())
     return summarise([values[seed] - baseline[seed] for seed in shared])
+
+
+def iqm(values_N: np.ndarray) -> float:
+    """Interquartile mean of finite numbers: the mean without the lowest and highest ⌊n/4⌋; NaN for none."""
+    return float(trim_mean(values_N, 0.25)) if len(values_N) else float("nan")
+
+
+def iqm_columns(values_NC: np.ndarray) -> pd.DataFrame:
+    """Interquartile mean of each column over its finite rows, with its 95 % percentile bootstrap.
+
+    values_NC: N seeds x C columns, NaN where a seed has no value.  Returns C rows with n, iqm, low, high,
+    interval, by the rules of `summarise_columns`: seeds are resampled whole, and fewer than five of them give
+    the range of the seeds.
+    """
+    rows = []
+    for values_N in np.asarray(values_NC, dtype=float).T:
+        finite = np.sort(values_N[np.isfinite(values_N)])
+        n = len(finite)
+        low, high = (finite[0], finite[-1]) if n else (np.nan, np.nan)
+        centre = float(low) if low == high else iqm(finite)  # equal seeds give their value, unrounded
+        if n >= MIN_SEEDS_FOR_INTERVAL:
+            tail = 100 * (1 - CONFIDENCE) / 2
+            bounds = np.percentile(_resampled_iqm(finite), [tail, 100 - tail])
+            low, high = min(max(bounds[0], low), centre), max(min(bounds[1], high), centre)
+        rows.append((n, centre, low, high, _interval_name(n)))
+    return pd.DataFrame(rows, columns=["n", "iqm", "low", "high", "interval"])
+
+
+def _resampled_iqm(sorted_N: np.ndarray) -> np.ndarray:
+    """The IQM of every resample of ascending numbers, from how often it holds each of them."""
+    n = len(sorted_N)
+    cut = n // 4
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    upto = np.cumsum(counts, axis=1).clip(cut, n - cut)  # places kept, up to and with each number
+    weights = np.diff(upto, axis=1, prepend=cut)
+    resampled: np.ndarray = weights @ sorted_N / (n - 2 * cut)
+    return resampled
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Two-sided sign-flip test that paired differences are symmetric about 0.
+
+    p: exact up to 2^13 sign patterns, from 10,000 random ones beyond; NaN without a test.  note: what limits
+    it, in words: too few pairs, equal pairs, or the smallest p that n pairs can give; empty if nothing does.
+    """
+
+    n: int
+    p: float
+    note: str
+
+
+def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest:
+    """Test of value minus baseline over the seeds that both have, finite differences only."""
+    shared = sorted(values.keys() & baseline.keys())
+    differences = np.array([values[seed] - baseline[seed] for seed in shared], dtype=float)
+    differences = differences[np.isfinite(differences)]
+    n = len(differences)
+    if n < 2:
+        return PairedTest(n, float("nan"), f"no test of {n} pair{'s' * (n != 1)}")
+    if not differences.any():
+        return PairedTest(n, 1.0, "every pair is equal")
+    exact = n <= 13
+    found = permutation_test(
+        (differences,),
+        lambda sample, axis: np.mean(sample, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=2**n if exact else RESAMPLES,
+        rng=np.random.default_rng(0),
+    )
+    smallest = 2.0 ** (1 - n)
+    note = f"{n} pairs give no p below {smallest:.3g}" if smallest > 1 - CONFIDENCE else ""
+    return PairedTest(n, float(found.pvalue), note)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment of a family of p values, in their order; NaN stays and is not counted."""
+    tested = [index for index, p in enumerate(p_values) if np.isfinite(p)]
+    adjusted, running = list(p_values), 0.0
+    for rank, index in enumerate(sorted(tested, key=lambda index: p_values[index])):
+        running = max(running, min(1.0, (len(tested) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """`hits` of `n`, with the exact (Clopper–Pearson) 95 % interval; NaN bounds for n = 0."""
+
+    hits: int
+    n: int
+    low: float
+    high: float
+
+
+def proportion(hits: int, n: int) -> Proportion:
+    """A share of independent runs; none and all of them still have an interval."""
+    if n == 0:
+        return Proportion(0, 0, float("nan"), float("nan"))
+    bounds = binomtest(hits, n).proportion_ci(CONFIDENCE)
+    return Proportion(hits, n, float(bounds.low), float(bounds.high))

@@ -2,9 +2,17 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, trim_mean
 
-from moe_rl.analysis.statistics import paired_difference, summarise, summarise_columns
+from moe_rl.analysis.statistics import (
+    holm,
+    iqm_columns,
+    paired_difference,
+    paired_test,
+    proportion,
+    summarise,
+    summarise_columns,
+)
 
 
 def test_fewer_than_five_seeds_give_a_range_and_no_confidence_interval() -> None:
@@ -73,3 +81,58 @@ def test_paired_difference_uses_shared_seeds_only() -> None:
         pytest.approx(0.1),
         pytest.approx(0.3),
     )
+
+
+def test_iqm_columns_against_resampling_one_by_one() -> None:
+    values = np.array([0.1, 0.9, 0.5, 0.4, 0.8, 0.3, 0.2, 0.7])
+    found = iqm_columns(np.stack([values, np.where(values > 0.6, np.nan, values)], axis=1))
+    assert found["n"].tolist() == [8, 5]
+    assert found["iqm"][0] == pytest.approx((0.3 + 0.4 + 0.5 + 0.7) / 4)
+    assert found["iqm"][1] == pytest.approx((0.2 + 0.3 + 0.4) / 3)
+    resampled = trim_mean(np.random.default_rng(3).choice(values, (50_000, 8)), 0.25, axis=1)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    assert (found["low"][0], found["high"][0]) == (
+        pytest.approx(low, abs=0.006),
+        pytest.approx(high, abs=0.006),
+    )
+    assert found["interval"].tolist() == ["95 % bootstrap interval"] * 2
+
+
+def test_iqm_of_few_equal_and_no_seeds() -> None:
+    nan = math.nan
+    found = iqm_columns(np.array([[0.2, 0.1, nan], [0.6, 0.1, nan]]))
+    assert found["iqm"].tolist()[:2] == [pytest.approx(0.4), 0.1]
+    assert (found["low"][0], found["high"][0]) == (0.2, 0.6)
+    assert (found["low"][1], found["high"][1]) == (0.1, 0.1)
+    assert found["interval"].tolist() == ["min–max of the seeds"] * 2 + ["no value"]
+    assert iqm_columns(np.full((7, 1), 0.1))[["iqm", "low", "high"]].iloc[0].tolist() == [0.1, 0.1, 0.1]
+
+
+def test_the_sign_flip_test_by_hand() -> None:
+    # means as large as that of (1, 2, 3), in size: only it and its negative, of the 8 sign patterns
+    found = paired_test({0: 1.0, 1: 2.0, 2: 3.0, 9: 5.0}, dict.fromkeys(range(3), 0.0))
+    assert (found.n, found.p, found.note) == (3, 0.25, "3 pairs give no p below 0.25")
+    # |sum| of (1, 1, 1, 1, 1, -1) is 4: the 2 patterns of size 6 and the 12 of size 4, of 64
+    values = dict(enumerate([1.0, 1.0, 1.0, 1.0, 1.0, -1.0]))
+    found = paired_test(values, dict.fromkeys(range(6), 0.0))
+    assert (found.n, found.p, found.note) == (6, pytest.approx(14 / 64), "")
+
+
+def test_a_test_that_cannot_be_made_says_so() -> None:
+    assert paired_test({0: 1.0}, {0: 0.5}).note == "no test of 1 pair"
+    assert math.isnan(paired_test({}, {}).p)
+    equal = paired_test({0: 0.3, 1: 0.4}, {0: 0.3, 1: 0.4})
+    assert (equal.p, equal.note) == (1.0, "every pair is equal")
+
+
+def test_holm() -> None:
+    adjusted = holm([0.01, 0.04, 0.03, math.nan])
+    assert adjusted[:3] == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06)]
+    assert math.isnan(adjusted[3])
+
+
+def test_a_proportion_of_none_has_an_interval() -> None:
+    none, half, empty = proportion(0, 8), proportion(4, 8), proportion(0, 0)
+    assert (none.low, none.high) == (0.0, pytest.approx(1 - 0.025 ** (1 / 8)))
+    assert (half.low, half.high) == (pytest.approx(0.157, abs=1e-3), pytest.approx(0.843, abs=1e-3))
+    assert empty.n == 0 and math.isnan(empty.low)
