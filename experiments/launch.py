@@ -22,6 +22,7 @@ from moe_rl.store import StoreError
 from moe_rl.store.files import writing
 from moe_rl.tasks import Task
 from moe_rl.training.cold_start import ColdStartError, cold_start
+from moe_rl.training.grading import GuardedTask
 from moe_rl.training.nonfinite import CollapseError
 
 # What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
@@ -137,9 +138,10 @@ def start(
     temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
     identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")}
     identity |= {"rollout": [temperature, max_new_tokens], "content": content, "versions": versions()}
+    guarded = GuardedTask(task, config.rollout.grading_timeout)
     warm = cold_start(
         lm,
-        task,
+        guarded,
         config.cold_start,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
@@ -147,4 +149,10 @@ def start(
         cache=Path(config.output) / "cold_starts",
         bar=bar,
     )
+    failed, first = guarded.take_errors()
+    if failed:
+        print(
+            f"cold start: the grader failed on {failed} responses, reward 0: {first[0]['error']}",
+            file=sys.stderr,
+        )
     return {"cold_start_steps": warm.steps, "cold_start_accuracy": warm.accuracy}

@@ -24,9 +24,13 @@ from moe_rl.models import LanguageModel, load_model
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, environment, whole_directory
 from moe_rl.training.border import (
+    check_model,
     check_together,
     content_digest,
     require_encodable,
+    require_finite_weights,
+    require_gradable,
+    require_room,
     require_same_content,
 )
 from moe_rl.training.loop import train
@@ -51,6 +55,7 @@ def run(cfg: DictConfig, path: Path) -> None:
     config = train_config(cfg)
     task, objective = build_task(cfg), build_objective(cfg)
     check_together(objective, config)
+    require_gradable(task, config.rollout.grading_timeout)
     torch.set_num_threads(config.threads)
     transformers.logging.set_verbosity_error()  # its advice is for callers of generate(); ours is fixed
     transformers.logging.disable_progress_bar()
@@ -59,7 +64,10 @@ def run(cfg: DictConfig, path: Path) -> None:
         path, run_config(cfg), environment() | {"command": command("experiments.train")}
     ) as store:
         lm = load_model(config.model, task.default_tokenizer, config.device)
+        check_model(lm.model, objective, config)
+        require_finite_weights(lm.model)
         require_encodable(lm, task)
+        require_room(lm, task, config)
         content = content_digest(lm, task)
         require_same_content(path, content)
         warm = start(lm, task, config, cfg, content, bar)

@@ -48,7 +48,10 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, response_text: str) -> float:
-        """Reward in [0, 1] of a response, given as text without special tokens."""
+        """Reward in [0, 1] of a response, given as text without special tokens.
+
+        May raise on a text that its grader cannot take: training counts that, as a reward of 0.
+        """
         ...
 
     def default_tokenizer(self) -> PreTrainedTokenizerFast:

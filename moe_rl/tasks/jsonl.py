@@ -114,6 +114,9 @@ def _problem(line: bytes, where: str) -> Problem:
         raise ValueError(f'{where}: expected an object {{"prompt": ..., "answer": ...}}, got {line[:60]!r}')
     for key in ("prompt", "answer"):
         value = record.get(key)
+        if key not in record:
+            found = ", ".join(repr(name) for name in list(record)[:6]) or "none"
+            raise ValueError(f'{where}: expected "{key}" as a non-blank string, its fields are {found}')
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f'{where}: expected "{key}" as a non-blank string, got {value!r}')
         if any("\ud800" <= character <= "\udfff" for character in value):

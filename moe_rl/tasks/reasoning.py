@@ -1,13 +1,11 @@
 """Any family of reasoning-gym as a task: split by prompt, the score made a reward of 0 or 1.
 
-Three habits of the library are kept out. Item i is drawn from seed + i, so neighbouring seeds and its
+Two habits of the library are kept out. Item i is drawn from seed + i, so neighbouring seeds and its
 ReseedingDataset repeat each other's items: here one seed serves all, and a hash of the question splits.
-Scorers pay something for junk: here a score counts only from `threshold` on. Scorers raise on text they do
-not expect: here that is a reward of 0, counted in `scorer_errors`.
+Scorers pay something for junk: here a score counts only from `threshold` on.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
@@ -74,13 +72,12 @@ class ReasoningGym:
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], got {self.threshold}")
         problem = self.train(0)
-        paid = [text for text in JUNK if self._score(text, problem) >= self.threshold]
+        paid = [text for text in JUNK if self._pays(text, problem)]
         if paid:
             raise ValueError(
                 f"reasoning_gym family {self.family} scores {paid[0]!r} at {self.threshold} or more, so its "
                 "reward says nothing: raise the threshold or choose another family"
             )
-        self.scorer_errors.clear()
 
     def train(self, index: int) -> Problem:
         return self._draw("train", index)
@@ -98,7 +95,10 @@ class ReasoningGym:
         return problem
 
     def reward(self, problem: Problem, response_text: str) -> float:
-        """1.0 where the family scores the extracted answer at `threshold` or more, else 0.0."""
+        """1.0 where the family scores the extracted answer at `threshold` or more, else 0.0.
+
+        Raises what the family's scorer raises on a text that it did not expect.
+        """
         found = re.fullmatch(FORMATS[self.extract][2], response_text, re.DOTALL)
         return 0.0 if found is None else float(self._score(found[1].strip(), problem) >= self.threshold)
 
@@ -106,11 +106,6 @@ class ReasoningGym:
         """BPE with single digits, trained on cold-start and RL problems, never on test problems."""
         problems = [draw(index) for draw in (self.train, self.warmup) for index in range(250)]
         return bpe_tokenizer(problem.prompt + problem.answer for problem in problems)
-
-    @cached_property
-    def scorer_errors(self) -> Counter[str]:
-        """How often the family's scorer raised on a response, by exception."""
-        return Counter()
 
     @cached_property
     def _dataset(self) -> Any:
@@ -149,11 +144,13 @@ class ReasoningGym:
         return re.sub(r"\n#### .*$", "", str(entry["metadata"][self.solution])) + "\n"
 
     def _score(self, answer: str, problem: Problem) -> float:
+        return float(self._dataset.score_answer(answer, dict(problem.metadata)))
+
+    def _pays(self, junk: str, problem: Problem) -> bool:
         try:
-            return float(self._dataset.score_answer(answer, dict(problem.metadata)))
-        except Exception as error:  # whatever a family's parser raises on a model's text
-            self.scorer_errors[type(error).__name__] += 1
-            return 0.0
+            return self._score(junk, problem) >= self.threshold
+        except Exception:  # whatever a family's parser raises on a text that is no answer
+            return False
 
 
 def _create(family: str, options: dict[str, Any], size: int) -> Any:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective
 from moe_rl.objectives.preference import DPO, Contrastive
+from moe_rl.routing.routers import has_routers
 from moe_rl.store import StoreError, write_atomic
-from moe_rl.tasks import Task
-from moe_rl.tasks.encode import prompt_ids
+from moe_rl.tasks import Problem, Task
+from moe_rl.tasks.encode import answer_ids, prompt_ids
 from moe_rl.training.checkpoint import model_tensors
 from moe_rl.training.config import TrainConfig
+from moe_rl.training.grading import GuardedTask
+
+CHECKED = 4096  # problems a split; a few seconds at most
 
 
 def check_together(objective: Objective, config: TrainConfig) -> None:
@@ -48,13 +54,67 @@ def check_together(objective: Objective, config: TrainConfig) -> None:
         )
 
 
-def require_encodable(lm: LanguageModel, task: Task, problems: int = 16) -> None:
+def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) -> None:
+    """Raise `ValueError` for options that ask a dense model for its routing."""
+    if has_routers(policy):
+        return
+    if config.replay.source is not None:
+        raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
+    if "router_shift_BT" in objective.needs:
+        raise ValueError(
+            f"objective {type(objective).__name__}: the model has no routers to measure a shift of"
+        )
+
+
+def require_finite_weights(model: nn.Module) -> None:
+    """Raise `ValueError` that names the first parameter with a NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"model: {name} holds NaN or infinite weights: the checkpoint is damaged")
+
+
+def require_gradable(task: Task, timeout_s: float | None, problems: int = 8) -> None:
+    """Raise `ValueError` for a grader that fails on the task's own answers, or pays for none of them."""
+    guarded = GuardedTask(task, timeout_s)
+    own = [p for p in map(task.train, range(min(problems, task.train_size or problems))) if p.answer]
+    rewards = [guarded.reward(problem, problem.answer) for problem in own]
+    _, errors = guarded.take_errors()
+    if errors:
+        raise ValueError(f"the grader fails on the task's own answer: {' '.join(errors[0]['error'].split())}")
+    if own and not any(rewards):
+        raise ValueError(f"the grader pays 0 for the task's own answers, the first {own[0].answer!r}")
+
+
+def some_problems(task: Task) -> Iterator[tuple[str, int, Problem]]:
+    """(split, index, problem) of a finite task up to `CHECKED` a split, of an endless one the first few."""
+    for split, draw, size in (("train", task.train, task.train_size), ("test", task.test, task.test_size)):
+        for index in range(16 if size is None else min(size, CHECKED)):
+            yield split, index, draw(index)
+
+
+def require_room(lm: LanguageModel, task: Task, config: TrainConfig) -> None:
+    """Raise `ValueError` for a prompt that with its response, or worked answer, exceeds the context."""
+    limit = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return
+    for split, index, problem in some_problems(task):
+        prompt, response = len(prompt_ids(lm.tokenizer, problem)), config.rollout.max_new_tokens
+        if config.cold_start.enabled and split == "train":
+            response = max(response, len(answer_ids(lm.tokenizer, problem)))
+        if prompt + response > limit:
+            raise ValueError(
+                f"{split} problem {index} has a prompt of {prompt} tokens, with a response of {response} "
+                f"longer than the model's max_position_embeddings={limit}: drop long problems from the task "
+                f"({problem.prompt[:60]!r}…) or lower rollout.max_new_tokens={config.rollout.max_new_tokens}"
+            )
+
+
+def require_encodable(lm: LanguageModel, task: Task) -> None:
     """Raise `ValueError` for a tokenizer that the task's prompts do not survive.
 
     A checkpoint directory without tokenizer files can load as an empty tokenizer, all text to nothing.
     """
-    for index in range(problems):
-        problem = task.train(index)
+    for _, _, problem in some_problems(task):
         prompt = problem.prompt
         try:
             ids = prompt_ids(lm.tokenizer, problem)

@@ -6,6 +6,7 @@ them by hand. `check` is the border: contradictory options are one clear `ValueE
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from moe_rl.objectives import NORMALISATIONS
@@ -25,6 +26,7 @@ class RolloutConfig:
     refill: int = 0  # dynamic sampling: further batches drawn at most to replace groups without signal
     microbatch: int | None = None  # responses decoded together; None: all
     overlong_cache: int | None = None  # soft overlong punishment over the last so many tokens; None: off
+    grading_timeout: float | None = 20.0  # seconds of wall clock a response; then reward 0; None: no limit
 
     def check(self) -> None:
         if self.top_p != 1.0 or self.top_k != 0:
@@ -33,8 +35,12 @@ class RolloutConfig:
                 "accepted, since a truncated sampler draws from another distribution than the one whose "
                 "log-probabilities enter the importance ratio; lower rollout.temperature instead"
             )
-        if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0 (ratios divide by it)")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}: must be a number above 0 (ratios divide by it)"
+            )
+        if self.grading_timeout is not None and not 0 < self.grading_timeout < math.inf:
+            raise ValueError(f"rollout.grading_timeout={self.grading_timeout}: expected seconds, or null")
         if self.responses < 2:
             raise ValueError(
                 f"rollout.responses={self.responses}: a group needs at least 2 responses, a group of one has "
@@ -206,6 +212,9 @@ class TrainConfig:
             )
         if self.advantages not in NORMALISATIONS:
             raise ValueError(f"advantages={self.advantages!r}: expected one of {', '.join(NORMALISATIONS)}")
+        for name, seed in (("seed", self.seed), ("cold_start.seed", self.cold_start.seed)):
+            if seed < 0:
+                raise ValueError(f"{name}={seed}: must be at least 0 (it numbers a stretch of the problems)")
         for name, value in (
             ("steps", self.steps),
             ("checkpoint_every", self.checkpoint_every),
@@ -238,8 +247,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={fraction}: expected at least 0 and below 1")
         if self.optim.warmup_updates < 0 or self.cold_start.warmup_steps < 0:
             raise ValueError("optim.warmup_updates and cold_start.warmup_steps must be at least 0")
-        if not self.optim.lr >= 0 or not self.optim.max_grad_norm > 0:
-            raise ValueError(
-                f"optim.lr={self.optim.lr} must be at least 0 and optim.max_grad_norm="
-                f"{self.optim.max_grad_norm} above 0"
-            )
+        for name, number in (
+            ("optim.lr", self.optim.lr),
+            ("optim.weight_decay", self.optim.weight_decay),
+            ("cold_start.lr", self.cold_start.lr),
+            ("cold_start.weight_decay", self.cold_start.weight_decay),
+        ):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name}={number}: must be a number of at least 0")
+        if not self.optim.max_grad_norm > 0:
+            raise ValueError(f"optim.max_grad_norm={self.optim.max_grad_norm}: must be above 0")

@@ -21,6 +21,7 @@ from moe_rl.tasks import Task
 from moe_rl.training.checkpoint import model_tensors, optimizer_tensors, resume
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.evaluate import accuracy, held_out
+from moe_rl.training.grading import GuardedTask
 from moe_rl.training.groups import sample_groups
 from moe_rl.training.learner import make_learner
 from moe_rl.training.measure import (
@@ -57,6 +58,7 @@ def train(
     """
     learner = make_learner(lm.model, objective, config)
     policy = learner.policy
+    task = GuardedTask(task, config.rollout.grading_timeout)
     done = resume(learner.trained, learner.optimizer, store)
     if done == 0:
         evaluate(lm, task, config, store, 0, title)
@@ -134,6 +136,7 @@ def train(
         record = {
             "step": step,
             **reward_metrics(groups),
+            "reward/grader_errors": task.report_errors(store, step, title),
             **response_metrics(batch),
             "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
             **metrics_over(learner, old, signal, counted),
@@ -163,7 +166,7 @@ def train(
 
 
 def evaluate(
-    lm: LanguageModel, task: Task, config: TrainConfig, store: RunStore, step: int, title: str
+    lm: LanguageModel, task: GuardedTask, config: TrainConfig, store: RunStore, step: int, title: str
 ) -> None:
     """Log and print greedy and sampled accuracy on the held-out prompts."""
     problems = held_out(task, config.evaluation.prompts)
@@ -174,6 +177,7 @@ def evaluate(
             lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
         )
     record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
+    record["eval/grader_errors"] = task.report_errors(store, step, title)
     store.log("evals", record)
     shown = f"{greedy:.3f} greedy, {sampled:.3f} sampled"
     tqdm.write(f"{title}, step {step} of {config.steps}: held-out accuracy {shown}")

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from moe_rl.tasks import get_task
+from moe_rl.training.grading import GuardedTask
 
 FAMILIES = [
     "chain_sum",
@@ -31,7 +32,7 @@ def needs_the_library():
 @pytest.mark.parametrize("extract", ["text", "line", "tag"])
 def test_the_own_answer_scores_and_junk_does_not(family, extract):
     needs_the_library()
-    task = get_task("reasoning_gym", family=family, extract=extract)
+    task = GuardedTask(get_task("reasoning_gym", family=family, extract=extract), timeout_s=None)
     for problem in (task.train(1), task.test(2), task.warmup(3)):
         assert task.reward(problem, problem.answer) == 1.0
         for junk in ("", " ", "junk", "Answer:", "<answer></answer>", problem.prompt, "0 1 2 3", "None"):
@@ -100,13 +101,14 @@ def test_partial_credit_counts_only_from_the_threshold_on():
 
 
 @pytest.mark.parametrize(("family", "response"), [("prime_factorization", "two"), ("boxnet", "1")])
-def test_a_scorer_that_raises_is_a_zero_and_counted(family, response):
+def test_a_scorer_that_raises_is_heard_of(family, response):
     needs_the_library()
     task = get_task("reasoning_gym", family=family)
-    assert not task.scorer_errors
-    assert task.reward(task.train(0), response) == 0.0
-    assert task.reward(task.test(0), response) == 0.0
-    assert task.scorer_errors.total() == 2
+    with pytest.raises((ValueError, TypeError)):
+        task.reward(task.train(0), response)
+    guarded = GuardedTask(task, timeout_s=None)
+    assert guarded.reward(task.train(0), response) == guarded.reward(task.test(0), response) == 0.0
+    assert guarded.take_errors()[0] == 2
 
 
 def test_no_question_is_in_two_splits():
