@@ -25,19 +25,20 @@ def write_drift_report(runs: Sequence[Run], out: Path, command: str, x: str | No
     """
     found = DriftRuns(runs)
     look = looks(list(dict.fromkeys(found.labels.values())))
-    with writing(out):
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-    figures = draw_all(found, look)
+    tables, figures = {}, []
     if len(found.runs) > 1:
-        with writing(out):
-            (out / "tables").mkdir(exist_ok=True)
-        write_csv(over_seeds(found.table("drift")), out / "tables" / "drift_over_seeds.csv")
+        tables["drift_over_seeds"] = over_seeds(found.table("drift"))
         x = x or default_x(found)
         if x is not None:
-            table = sweep_table(found, x)
-            write_csv(table, out / "tables" / "sweep.csv")
-            swept = draw_sweep(found, x, {**look, **looks(list(dict.fromkeys(table["label"])))})
-            figures = [*([swept] if swept else []), *figures]
+            tables["sweep"] = sweep_table(found, x)
+            look = {**look, **looks(list(dict.fromkeys(tables["sweep"]["label"])))}
+            figures += [one for one in [draw_sweep(found, x, look)] if one is not None]
+    figures += draw_all(found, look)
+    for folder in ("figures", "tables"):
+        with writing(out):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        write_csv(table, out / "tables" / f"{name}.csv")
     for figure in figures:
         write_png(figure.figure, out / "figures" / f"{figure.name}.png")
     page = out / "index.html"

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.analysis.comparison import arm_labels, differing, flatten
-from moe_rl.analysis.statistics import summarise
+from moe_rl.analysis.statistics import summarise_columns
 from moe_rl.store import Run, StoreError
 
 DRIFT_TABLE = Path("tables") / "drift.csv"
@@ -63,8 +63,17 @@ class DriftRuns:
         keys = differing([flatten(run.config) for run in self.runs])
         return [key for key in keys if key not in ("arm", "experiment", *NOT_DRIFT)]
 
+    @cached_property
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        return {}
+
     def table(self, name: str) -> pd.DataFrame:
         """tables/<name>.csv of all runs, with label, seed and path; empty where no run has it."""
+        if name not in self._tables:
+            self._tables[name] = self._read(name)
+        return self._tables[name]
+
+    def _read(self, name: str) -> pd.DataFrame:
         parts = []
         for run in self.runs:
             file = run.path / "tables" / f"{name}.csv"
@@ -90,20 +99,25 @@ def natural(text: str) -> tuple[Any, ...]:
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """One row for each number: KEYS, value, low, high, seeds, n, interval.
 
-    Of several seeds, the mean and its interval over seeds (`statistics.summarise`); of one, its own value
-    with the bootstrap interval over its responses or prompts.
+    Of several seeds, the mean and its interval over seeds (`statistics.summarise_columns`); of one, its own
+    value with the bootstrap interval over its responses or prompts.
     """
-    rows = []
-    for key, group in table.groupby(KEYS, sort=False):
-        if len(group) > 1:
-            found = summarise(group["value"].tolist())
-            value, low, high, interval = found.mean, found.low, found.high, found.interval
-        else:
-            value, low, high = (float(group[name].iloc[0]) for name in ("value", "low", "high"))
-            interval = f"95 % bootstrap interval over {group['unit'].iloc[0]}" if np.isfinite(low) else ""
-        counted = int(group["n"].sum())
-        rows.append([*key, value, low, high, len(group), counted, interval])
-    return pd.DataFrame(rows, columns=[*KEYS, "value", "low", "high", "seeds", "n", "interval"])
+    if table.empty:
+        return pd.DataFrame(columns=[*KEYS, "value", "low", "high", "seeds", "n", "interval"])
+    numbers = table.groupby(KEYS, sort=False)
+    found = numbers.agg(low=("low", "first"), high=("high", "first"), unit=("unit", "first"), n=("n", "sum"))
+    found["seeds"] = numbers.size()
+    place, turn = numbers.ngroup().to_numpy(), numbers.cumcount().to_numpy()
+    values_NC = np.full((int(turn.max()) + 1, len(found)), np.nan)
+    values_NC[turn, place] = table["value"]
+    over = summarise_columns(values_NC).set_index(found.index)
+    several = found["seeds"] > 1
+    found["value"] = over["mean"]
+    for bound in ("low", "high"):
+        found[bound] = over[bound].where(several, found[bound])
+    own = ("95 % bootstrap interval over " + found["unit"].astype(str)).where(found["low"].notna(), "")
+    found["interval"] = over["interval"].where(several, own)
+    return found.reset_index()[[*KEYS, "value", "low", "high", "seeds", "n", "interval"]]
 
 
 def chosen(
