@@ -6,17 +6,14 @@ import io
 import json
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_rl.routing import RoutingError, RoutingTrace
 from moe_rl.routing.formats.files import import_payload, read_payloads
 
 R = 7
-EXAMPLES = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-)
 NUMBERS = [-1, 0, 1, 2, 3, 5, 12, 255, 256, 2**31, 2**70, 1.5, float("nan")]
 JUNK = st.sampled_from([None, True, "", "x", [], {}, *NUMBERS])
 DTYPES = (np.uint8, np.int8, np.int16, ">u2", np.int32, np.uint64, np.int64, np.float32, bool, object, "S1")
@@ -109,44 +106,50 @@ def require_what_it_says(trace, value, source, model):
         assert (row == -1).all() or (padding and position >= trace.valid.shape[1] - 1)
 
 
-@EXAMPLES
-@given(data=st.data())
-def test_a_damaged_payload_is_refused_or_read_as_it_says(lay, source, data):
-    value = source.write(lay.draw(R, seed=3))
-    for _ in range(data.draw(st.integers(1, 2))):
-        value = damage(copy.deepcopy(value), data)
-    tokens = R + data.draw(st.integers(0, 1))
-    try:
-        trace = source.read(value, tokens)
-    except RoutingError:
-        return
-    require_what_it_says(trace, value, source, lay.model)
+@pytest.mark.parametrize("cases", [150, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_a_damaged_payload_is_refused_or_read_as_it_says(lay, source, campaign, cases):
+    def check(data):
+        value = source.write(lay.draw(R, seed=3))
+        for _ in range(data.draw(st.integers(1, 2))):
+            value = damage(copy.deepcopy(value), data)
+        tokens = R + data.draw(st.integers(0, 1))
+        try:
+            trace = source.read(value, tokens)
+        except RoutingError:
+            return "refused"
+        require_what_it_says(trace, value, source, lay.model)
+        return "read"
+
+    campaign(check, st.data(), cases=cases)
 
 
-@settings(EXAMPLES, max_examples=400)
-@given(data=st.data())
-def test_a_damaged_file_is_refused_or_holds_a_checked_trace(lay, tmp_path_factory, data):
-    experts = lay.draw(R, seed=3)
-    texts = ["vllm http", "vllm 0.21", "sglang", "nemo-rl", "prime-rl", "router tracer"]
-    name = data.draw(st.sampled_from([*texts, "npy", "miles"]))
+def file_of(lay, name, experts):
+    """The bytes of a file of some format."""
     if name == "npy":
-        buffer = bytearray(base64.b64decode(lay.npy(experts)))
-    elif name == "miles":
+        return base64.b64decode(lay.npy(experts))
+    if name == "miles":
         stream = io.BytesIO()
         torch.save([[torch.from_numpy(experts[:, layer].copy())] for layer in range(3)], stream)
-        buffer = bytearray(stream.getvalue())
-    else:
-        value = lay.sources[name].write(experts)
-        records = value if isinstance(value, list) else [value]
-        buffer = bytearray("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records).encode())
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(buffer) - 1))
-        buffer[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    path = tmp_path_factory.getbasetemp() / "damaged"
-    path.write_bytes(buffer)
-    try:
-        traces = [import_payload(payload, lay.model) for payload in read_payloads(path)]
-    except RoutingError:
-        return
-    for trace in traces:
-        RoutingTrace(trace.experts, trace.valid, trace.layer_ids, trace.num_experts).validate()
+        return stream.getvalue()
+    value = lay.sources[name].write(experts)
+    records = value if isinstance(value, list) else [value]
+    return "\n".join(r if isinstance(r, str) else json.dumps(r) for r in records).encode()
+
+
+@pytest.mark.parametrize("cases", [400, pytest.param(8_000, marks=pytest.mark.slow)])
+def test_a_damaged_file_is_refused_or_holds_a_checked_trace(lay, tmp_path, campaign, damaged, cases):
+    names = ["vllm http", "vllm 0.21", "sglang", "nemo-rl", "prime-rl", "router tracer", "npy", "miles"]
+    files = {name: file_of(lay, name, lay.draw(R, seed=3)) for name in names}
+    path = tmp_path / "damaged"
+
+    def check(data):
+        path.write_bytes(data.draw(damaged(files[data.draw(st.sampled_from(names))])))
+        try:
+            traces = [import_payload(payload, lay.model) for payload in read_payloads(path)]
+        except RoutingError:
+            return "refused"
+        for trace in traces:
+            RoutingTrace(trace.experts, trace.valid, trace.layer_ids, trace.num_experts).validate()
+        return "read"
+
+    assert campaign(check, st.data(), cases=cases).keys() == {"refused", "read"}
