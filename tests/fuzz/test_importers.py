@@ -26,10 +26,7 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(
-                "routed_experts prompt_routed_experts meta_info choices data shape dtype start tokens usage "
-                "moe_topk_indices top_indices step layer num_tokens topk rollout_routed_experts sglext".split()
-            ),
+            st.sampled_from(KEYS),
             inner,
             max_size=4,
         )
