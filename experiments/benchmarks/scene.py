@@ -68,7 +68,9 @@ def make_scene(*overrides: str, cold: bool = True) -> Scene:
             "config",
             overrides=[
                 "experiment=demo", f"optim.lr={LEARNING_RATE}", "optim.warmup_updates=0", f"steps={NEVER}",
-                f"evaluation.every={NEVER}", "evaluation.prompts=1", f"checkpoint_every={NEVER}", *overrides,
+                f"evaluation.every={NEVER}", "evaluation.prompts=1", f"checkpoint_every={NEVER}",
+                "rollout.grading_timeout=null",  # loops run in threads here, its limit in the main one only
+                *overrides,
             ],
         )  # fmt: skip
     transformers.logging.set_verbosity_error()
