@@ -59,7 +59,9 @@ def test_a_sweep_with_a_failing_run(tmp_path):
     """Two arms and one bad option: the good ones finish, the bad one says why, the exit code tells."""
     result = train(tmp_path, "-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3,-1.0")
     assert result.returncode == 1
-    assert result.stderr.count("failed: optim.lr=-1.0: must be a number") == 2, "each failed run names its reason"
+    assert result.stderr.count("failed: optim.lr=-1.0: must be a number") == 2, (
+        "each failed run names its reason"
+    )
     assert result.stdout.count(": done, held-out greedy accuracy") == 2
     runs = {run.arm: run for run in find_runs(tmp_path)}
     assert set(runs) == {"grpo+replay", "gspo"}
@@ -119,6 +121,8 @@ def test_kill_9_and_the_same_command_again(tmp_path):
         (["objective=dpo", "rollout.responses=3"], "must be even"),
         (["model.path=/nowhere"], "is read by model=checkpoint"),
         (["task.min_length=9", "task.max_length=4"], "min_length"),
+        (["device=nowhere"], "device=nowhere: not usable here"),
+        (["rollout.max_new_tokens=5000"], "longer than the model's max_position_embeddings"),
         (["model=dense", "replay=old_policy", "steps=1"], "no MoE layers"),
     ],
 )

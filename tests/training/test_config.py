@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from moe_rl.training.config import (
@@ -18,7 +20,18 @@ from moe_rl.training.config import (
         (TrainConfig(rollout=RolloutConfig(temperature=0.0)), "temperature=0.0.*above 0"),
         (TrainConfig(rollout=RolloutConfig(responses=1)), "responses=1.*at least 2"),
         (TrainConfig(rollout=RolloutConfig(prompts=6)), "prompts=6 is not a multiple of optim.minibatches=4"),
+        (TrainConfig(rollout=RolloutConfig(temperature=math.inf)), "temperature=inf"),
+        (
+            TrainConfig(rollout=RolloutConfig(grading_timeout=0)),
+            "grading_timeout=0: expected seconds, or null",
+        ),
         (TrainConfig(optim=OptimConfig(lr=-1.0)), "optim.lr=-1.0"),
+        (TrainConfig(optim=OptimConfig(lr=math.nan)), "optim.lr=nan"),
+        (TrainConfig(optim=OptimConfig(weight_decay=math.inf)), "optim.weight_decay=inf"),
+        (TrainConfig(optim=OptimConfig(max_grad_norm=0.0)), "optim.max_grad_norm=0.0: must be above 0"),
+        (TrainConfig(optim=OptimConfig(nonfinite="ignore")), "nonfinite='ignore': expected stop or skip"),
+        (TrainConfig(cold_start=ColdStartConfig(lr=-1e-3)), "cold_start.lr=-0.001"),
+        (TrainConfig(seed=-1), "seed=-1: must be at least 0"),
         (TrainConfig(optim=OptimConfig(microbatch=0)), "optim.microbatch=0"),
         (TrainConfig(replay=ReplayConfig(source="rolout")), "replay.source='rolout'.*old_policy"),
         (TrainConfig(replay=ReplayConfig(variant="response")), "variant=response needs a replay.source"),
