@@ -1,4 +1,4 @@
-"""Odd but legal responses, rewards, tokenizers and prompts train without a NaN; the rest is one clear line."""
+"""Odd but legal responses, rewards, tokenizers and prompts train without a NaN; the rest is one line."""
 
 import json
 import math
