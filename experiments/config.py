@@ -44,7 +44,7 @@ def advantages_of(objective: str) -> str:
     return "mean" if objective in ("dr_grpo", "minirl") else "paper"
 
 
-EXECUTION_ONLY = ("hydra", "output", "checkpoint_every")
+EXECUTION_ONLY = ("hydra", "output", "checkpoint_every", "snapshot_every")
 
 
 def run_config(cfg: DictConfig) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _note(lives: Lifetimes) -> str:
 
 @dataclass(frozen=True)
 class LogRank:
-    """Two-sided log-rank test that two groups collapse at one rate; p is NaN without a test (`note` says why)."""
+    """Two-sided log-rank test that two groups collapse at one rate; p NaN without a test, for `note`."""
 
     statistic: float
     p: float

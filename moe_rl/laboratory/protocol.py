@@ -104,6 +104,11 @@ def measure(
         raise ValueError("the model has no MoE layers, so there is no drift to measure")
     if config.rollout.refill:
         raise ValueError("rollout.refill joins batches of different widths: not when measuring drift")
+    if config.intervention.active or config.optim.epochs != 1 or config.rollout.length_schedule:
+        raise ValueError(
+            "intervention, optim.epochs and rollout.length_schedule are options of training: drift is "
+            "measured on one pass over a batch, as it is"
+        )
     learner = make_learner(lm.model, objective, config)
     with _precision(options.precision, lm.model.device):
         for step in range(1, config.steps):

@@ -98,8 +98,7 @@ def router_gets_gradient(router: Router) -> bool:
     if router.top_k > 1:
         return True
     probe = copy.deepcopy(router.module).float().cpu().requires_grad_()
-    name = next((cls.__name__ for cls in type(probe).__mro__ if cls.__name__ in _PROBES), "")
-    gate, weights_at, shape = _PROBES.get(name, ("", 1, (64,)))
+    gate, weights_at, shape = _probe_of(probe)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in probe.parameters():
@@ -117,6 +116,17 @@ def router_gets_gradient(router: Router) -> bool:
     rounding = 1e-5 * loss.detach()
     gradients = torch.autograd.grad(loss, matrices, allow_unused=True)
     return any(gradient is not None and bool(gradient.abs().max() > rounding) for gradient in gradients)
+
+
+def router_parameters(router: Router) -> list[nn.Parameter]:
+    """The parameters by which the router scores experts, without those of experts in the same module."""
+    gate, _, _ = _probe_of(router.module)
+    return list(router.module.get_submodule(gate).parameters())
+
+
+def _probe_of(module: nn.Module) -> tuple[str, int, tuple[int, ...]]:
+    name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PROBES), "")
+    return _PROBES.get(name, ("", 1, (64,)))
 
 
 def _find_routers(model: nn.Module) -> list[Router]:

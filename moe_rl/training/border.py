@@ -52,6 +52,12 @@ def check_together(objective: Objective, config: TrainConfig) -> None:
             f"mismatch.correction={config.mismatch.correction}: {type(objective).__name__} weighs by π/μ "
             "already, the correction would count the mismatch twice"
         )
+    changed = config.intervention.expert_changes
+    if changed is not None and {"values_BT", "router_shift_BT"} & set(objective.needs):
+        raise ValueError(
+            f"intervention.expert_changes={changed}: {type(objective).__name__} compares more with π_old "
+            "than log-probabilities, and only these follow the swapped experts"
+        )
 
 
 def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) -> None:
@@ -60,6 +66,12 @@ def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) ->
         return
     if config.replay.source is not None:
         raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
+    if config.optim.freeze_routers:
+        raise ValueError("optim.freeze_routers=true: the model has no routers to freeze")
+    if config.intervention.expert_changes is not None:
+        raise ValueError(
+            f"intervention.expert_changes={config.intervention.expert_changes}: the model has no experts"
+        )
     if "router_shift_BT" in objective.needs:
         raise ValueError(
             f"objective {type(objective).__name__}: the model has no routers to measure a shift of"
@@ -98,7 +110,7 @@ def require_room(lm: LanguageModel, task: Task, config: TrainConfig) -> None:
     if limit is None:
         return
     for split, index, problem in some_problems(task):
-        prompt, response = len(prompt_ids(lm.tokenizer, problem)), config.rollout.max_new_tokens
+        prompt, response = len(prompt_ids(lm.tokenizer, problem)), config.rollout.longest
         if config.cold_start.enabled and split == "train":
             response = max(response, len(answer_ids(lm.tokenizer, problem)))
         if prompt + response > limit:

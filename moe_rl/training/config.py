@@ -7,7 +7,7 @@ them by hand. `check` is the border: contradictory options are one clear `ValueE
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_rl.objectives import NORMALISATIONS
 from moe_rl.objectives.mismatch import MismatchCorrection, get_mismatch_correction
@@ -20,6 +20,11 @@ class RolloutConfig:
     prompts: int = 32  # P, prompts per step
     responses: int = 8  # G, responses per prompt (the group)
     max_new_tokens: int = 24  # a response that reaches it without a stop token is "truncated"
+    # {step: max_new_tokens from that step on}, e.g. {40: 32, 80: 48}: longer generation (GSPO §5.1)
+    length_schedule: dict[int, int] = field(default_factory=dict)
+    query_set: int | None = None  # as many prompts, trained on again and again; None: fresh ones every step
+    query_set_steps: int | None = None  # steps until they are replaced by as many new ones; None: never
+    sampler_dtype: str | None = None  # bfloat16: a copy of the weights in it samples, an engine of its own
     temperature: float = 1.0  # of the sampler, and of every log-probability that enters a ratio
     top_p: float = 1.0  # only 1.0: see `check`
     top_k: int = 0  # only 0 (off): see `check`
@@ -48,6 +53,11 @@ class RolloutConfig:
             )
         if self.refill < 0:
             raise ValueError(f"rollout.refill={self.refill}: must be at least 0")
+        if self.sampler_dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(
+                f"rollout.sampler_dtype={self.sampler_dtype!r}: expected bfloat16, float16 or null"
+            )
+        self._check_schedules()
         if self.overlong_cache is not None and not 0 < self.overlong_cache <= self.max_new_tokens:
             raise ValueError(
                 f"rollout.overlong_cache={self.overlong_cache}: expected 1 to rollout.max_new_tokens="
@@ -59,6 +69,38 @@ class RolloutConfig:
                 "must be at least 1"
             )
 
+    def _check_schedules(self) -> None:
+        if any(step < 1 or limit < 1 for step, limit in self.length_schedule.items()):
+            raise ValueError(
+                f"rollout.length_schedule={self.length_schedule}: expected steps and tokens of at least 1"
+            )
+        if self.length_schedule and self.overlong_cache is not None:
+            raise ValueError(
+                "rollout.overlong_cache punishes by one length: not with rollout.length_schedule"
+            )
+        if self.query_set is None:
+            if self.query_set_steps is not None:
+                raise ValueError("rollout.query_set_steps needs a rollout.query_set")
+            return
+        if self.query_set < self.prompts or self.query_set % self.prompts:
+            raise ValueError(
+                f"rollout.query_set={self.query_set}: expected a multiple of rollout.prompts={self.prompts}"
+            )
+        if self.query_set_steps is not None and self.query_set_steps < 1:
+            raise ValueError(f"rollout.query_set_steps={self.query_set_steps}: must be at least 1")
+        if self.refill:
+            raise ValueError("rollout.refill draws fresh prompts: not with rollout.query_set")
+
+    def at(self, step: int) -> RolloutConfig:
+        """The same options with the response length of that step."""
+        limits = [limit for since, limit in sorted(self.length_schedule.items()) if since <= step]
+        return replace(self, max_new_tokens=limits[-1]) if limits else self
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response that may be sampled at any step."""
+        return max(self.max_new_tokens, *self.length_schedule.values(), 0)
+
 
 @dataclass
 class OptimConfig:
@@ -66,6 +108,8 @@ class OptimConfig:
 
     lr: float = 3e-4
     minibatches: int = 4  # N, gradient updates per rollout batch, split by prompt (GSPO §5.1: 4)
+    epochs: int = 1  # times that a rollout batch is trained on: epochs x N updates, in one order
+    freeze_routers: bool = False  # RL leaves the routers as the cold start made them
     warmup_updates: int = 10  # learning rate rises linearly over this many gradient updates
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -113,6 +157,32 @@ class ReplayConfig:
             raise ValueError("replay.min_ratio goes with replay.variant=threshold, and that needs it")
         if self.min_ratio is not None and not 0 < self.min_ratio <= 1:
             raise ValueError(f"replay.min_ratio={self.min_ratio}: expected above 0 and at most 1")
+
+
+@dataclass
+class InterventionConfig:
+    """What is done to the importance ratios on purpose, to tell causes apart; see `intervention`."""
+
+    # Share of π_old's experts that are swapped for others in the ratio's forward, 0 to 1; None: off. The rest
+    # of its choice is kept, so that 0 is routing replay. With replay.source=old_policy π_old's
+    # log-probabilities are on the swapped experts as well: replay of a trace with so many changes.
+    expert_changes: float | None = None
+    swap: str = "next_best"  # for the highest-scored experts not chosen, or "random" ones
+    log_ratio_noise: float = 0.0  # nats, standard deviation of noise added to every token's log-ratio
+
+    @property
+    def active(self) -> bool:
+        return self.expert_changes is not None or self.log_ratio_noise > 0
+
+    def check(self) -> None:
+        if self.expert_changes is not None and not 0 <= self.expert_changes <= 1:
+            raise ValueError(
+                f"intervention.expert_changes={self.expert_changes}: expected a fraction, or null"
+            )
+        if self.swap not in ("next_best", "random"):
+            raise ValueError(f"intervention.swap={self.swap!r}: expected next_best or random")
+        if not 0 <= self.log_ratio_noise < math.inf:
+            raise ValueError(f"intervention.log_ratio_noise={self.log_ratio_noise}: must be at least 0")
 
 
 @dataclass
@@ -191,12 +261,14 @@ class TrainConfig:
     seed: int = 0  # of prompts, sampling and evaluation; arms share it so that they pair
     advantages: str = "paper"  # convention of `group_advantages`; unused with a value model (ppo)
     checkpoint_every: int = 10  # steps
+    snapshot_every: int | None = None  # steps; models that stay, in snapshots/, for runs that start from one
     # Record π_old's routing, and the policy's native routing after every update. Without it there is no
     # drift/* and no load/*, and routing is recorded only where replay or the objective needs it.
     measure_drift: bool = True
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    intervention: InterventionConfig = field(default_factory=InterventionConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -204,8 +276,16 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""
-        for part in (self.rollout, self.optim, self.replay, self.mismatch, self.cold_start):
+        for part in (
+            self.rollout, self.optim, self.replay, self.intervention, self.mismatch, self.cold_start
+        ):  # fmt: skip
             part.check()
+        if self.intervention.expert_changes is not None and (
+            self.replay.source == "rollout" or self.replay.variant is not None
+        ):
+            raise ValueError(
+                "intervention.expert_changes goes with replay.source null or old_policy and no replay.variant"
+            )
         if self.replay.source == "rollout" and self.rollout.refill:
             raise ValueError(
                 "rollout.refill joins batches of different widths: not with replay.source=rollout"
@@ -219,6 +299,8 @@ class TrainConfig:
             ("steps", self.steps),
             ("checkpoint_every", self.checkpoint_every),
             ("optim.minibatches", self.optim.minibatches),
+            ("optim.epochs", self.optim.epochs),
+            ("snapshot_every", self.snapshot_every),
             ("evaluation.every", self.evaluation.every),
             ("evaluation.prompts", self.evaluation.prompts),
             ("cold_start.eval_every", self.cold_start.eval_every),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -70,9 +71,10 @@ def sample_groups(
     further batches of fresh prompts; what is still missing then is filled with groups without signal, spread
     evenly, so that the batch keeps its size and every mini-batch its share of signal.
     """
+    lm = lm if config.sampler_dtype is None else copy_in(lm, getattr(torch, config.sampler_dtype))
     drawn: list[Groups] = []
     for round_ in range(1 + config.refill):
-        first = seed * PROMPTS_PER_SEED + ((step - 1) * (1 + config.refill) + round_) * config.prompts
+        first = seed * PROMPTS_PER_SEED + first_prompt(config, step, round_)
         problems = [task.train(first + i) for i in range(config.prompts)]
         with random_stream(seed, "rollout", step, round_):
             drawn.append(sample_and_grade(lm, task, problems, config, record, share_prompts))
@@ -84,6 +86,24 @@ def sample_groups(
     kept = whole.has_signal_P.nonzero().flatten()[: config.prompts]
     idle = (~whole.has_signal_P).nonzero().flatten()[: config.prompts - len(kept)]
     return whole.take(interleave(kept, idle))
+
+
+def first_prompt(config: RolloutConfig, step: int, round_: int = 0) -> int:
+    """Where a step's prompts begin in the seed's stretch of the task's stream.
+
+    With a query set of N prompts, a set is the next N of the stream, gone through in order and again.
+    """
+    if config.query_set is None:
+        return ((step - 1) * (1 + config.refill) + round_) * config.prompts
+    sets, within = divmod(step - 1, config.query_set_steps) if config.query_set_steps else (0, step - 1)
+    return sets * config.query_set + within * config.prompts % config.query_set
+
+
+def copy_in(lm: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """The model with its weights rounded to `dtype`, as an inference engine gets them after every update."""
+    rounded = copy.deepcopy(lm.model)
+    rounded.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to
+    return replace(lm, model=rounded)
 
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:

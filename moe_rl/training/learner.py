@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
 from moe_rl.objectives import Objective, router_shift
-from moe_rl.routing.routers import has_routers
+from moe_rl.routing.routers import find_routers, has_routers, router_parameters
 from moe_rl.training.border import check_model, check_together
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.passes import OldPolicy
@@ -47,6 +47,7 @@ class Learner:
     def records_routing(self) -> bool:
         """Whether π_old's routing is recorded: to measure drift, to replay it, or for the router shift."""
         wanted = self.config.measure_drift or self.config.replay.source is not None
+        wanted |= self.config.intervention.expert_changes is not None
         return self.moe and (wanted or "router_shift_BT" in self.needs)
 
 
@@ -60,6 +61,10 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
     check_model(policy, objective, config)
     needs = needed_tensors(objective)
     policy.eval()  # π_old and π_θ are one function of their weights: dropout in neither
+    if config.optim.freeze_routers:
+        for router in find_routers(policy):
+            for parameter in router_parameters(router):
+                parameter.requires_grad_(False)
     reference = copy.deepcopy(policy).requires_grad_(False) if "ref_logp_BT" in needs else None
     value_head = ValueHead(policy).to(policy.device) if "values_BT" in needs else None
     trained = nn.ModuleDict({"policy": policy})

@@ -16,13 +16,14 @@ from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective
 from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import expert_change
-from moe_rl.store import RunStore
+from moe_rl.store import RunStore, whole_directory
 from moe_rl.tasks import Task
 from moe_rl.training.checkpoint import model_tensors, optimizer_tensors, resume
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.evaluate import accuracy, held_out
 from moe_rl.training.grading import GuardedTask
 from moe_rl.training.groups import sample_groups
+from moe_rl.training.intervention import intervene
 from moe_rl.training.learner import make_learner
 from moe_rl.training.measure import (
     PhaseClock,
@@ -82,7 +83,7 @@ def train(
             groups = sample_groups(
                 lm,
                 task,
-                config.rollout,
+                config.rollout.at(step),
                 config.seed,
                 step,
                 record=config.replay.source == "rollout",
@@ -106,15 +107,18 @@ def train(
                 replay=config.replay,
                 rollout_trace=groups.trace,
             )
+            done_to_it: dict[str, float] = {}
+            if config.intervention.active:
+                old, done_to_it = intervene(learner, batch, old, plan, step)
             signal = learning_signal(learner, groups, old, plan)
 
-        # N gradient updates, one per mini-batch of whole groups; after each, the new policy's native routing
-        # on the whole batch against π_old's and against the policy just before the update (§5.3).
+        # N gradient updates an epoch, one per mini-batch of whole groups; after each, the new policy's native
+        # routing on the whole batch against π_old's and against the policy just before the update (§5.3).
         updates: list[Update] = []
         evidence = Evidence(store, step, groups, old, signal)
         routing, on_response = old.trace, batch.routing_rows_BT
-        for minibatch in plan:
-            before = (step - 1) * len(plan) + len(updates)
+        for minibatch in plan * config.optim.epochs:
+            before = (step - 1) * len(plan) * config.optim.epochs + len(updates)
             with clock("update"):
                 update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
@@ -142,6 +146,7 @@ def train(
             **metrics_over(learner, old, signal, counted),
             **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
             **signal.metrics,
+            **done_to_it,
             **update_metrics(counted, skipped=len(updates) - len(counted)),
             **routing_metrics(old.trace, groups.trace, on_response),
             **clock.metrics(),
@@ -163,6 +168,9 @@ def train(
         if end or step % config.checkpoint_every == 0:
             moments = optimizer_tensors(learner.trained, learner.optimizer)
             store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
+        if config.snapshot_every is not None and step % config.snapshot_every == 0:
+            with whole_directory(store.path / "snapshots" / f"step_{step}") as folder:
+                lm.save(folder)
 
 
 def evaluate(
@@ -170,7 +178,7 @@ def evaluate(
 ) -> None:
     """Log and print greedy and sampled accuracy on the held-out prompts."""
     problems = held_out(task, config.evaluation.prompts)
-    limit, stream = config.rollout.max_new_tokens, (config.seed, step)
+    limit, stream = config.rollout.at(step).max_new_tokens, (config.seed, step)
     with collapse_when_sampling(store, step):
         greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
         sampled = accuracy(
