@@ -24,12 +24,12 @@ from moe_rl.store.files import (
     StoreError,
     append_line,
     drop_torn_line,
-    read_lines,
     sync,
     to_json,
     write_atomic,
     writing,
 )
+from moe_rl.store.records import read_config, read_metrics
 from moe_rl.store.whole import discard, recover_all
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RunStore:
         config_file = self.path / "config.yaml"
         started = config_file.exists()
         if started:
-            _require_same(yaml.safe_load(config_file.read_text(encoding="utf-8")), config, config_file)
+            _require_same(read_config(config_file), config, config_file)
         for leftover in self.path.glob(".*.tmp"):  # of whole-file writes
             if leftover.is_file():
                 leftover.unlink()
@@ -92,7 +92,7 @@ class RunStore:
             write_atomic(config_file, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         failed = self.path / "FAILED"
         if failed.exists():
-            self.event("earlier_failure", text=failed.read_text(encoding="utf-8"))
+            self.event("earlier_failure", text=failed.read_text(encoding="utf-8", errors="replace"))
             failed.unlink()
 
     def log(self, stream: Stream, record: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class RunStore:
         for stream in METRIC_STREAMS:
             file = self._stream(stream)
             drop_torn_line(file)
-            records = read_lines(file)
+            records = read_metrics(file)
             kept = [record for record in records if record["step"] <= step]
             if len(kept) < len(records):
                 write_atomic(file, "".join(to_json(record) + "\n" for record in kept))

@@ -4,14 +4,15 @@ import signal
 
 from moe_rl.store import Run, RunStore
 
-LATE = {"phase": "finish", "occurrence": 1, "delay": 0}  # everything is done but DONE
+LAST = r"\.DONE\.tmp"  # when it is opened, everything else is written
 
 
 def test_a_damaged_checkpoint_falls_back_and_two_start_over(small_run, whole, results, tmp_path):
-    assert small_run(tmp_path, kill=LATE).code == -signal.SIGKILL
+    last = {"at": LAST, "below": str(tmp_path)}
+    assert small_run(tmp_path, crash=last).code == -signal.SIGKILL
     run = Run(small_run.directory(tmp_path))
     (run.path / "checkpoints" / "step-00000003" / "state.json").unlink()
-    fallen = small_run(tmp_path, kill=LATE)  # steps 3 again, from checkpoint 2
+    fallen = small_run(tmp_path, crash=last)  # step 3 again, from checkpoint 2
     assert "checkpoint of step 3 passed over" in fallen.err and "SHA256SUMS" not in fallen.err
     assert [phase[0] for phase in fallen.phases].count("rollout") == 1
     assert [event["step"] for event in run.events() if event["event"] == "resumed"] == [2]

@@ -189,3 +189,23 @@ def test_whole_files_are_replaced_not_edited(tmp_path: Path, monkeypatch: pytest
         assert Run(tmp_path).status == "unfinished"
         store.finish({"layer_ids": [0]})
     assert json.loads((tmp_path / "DONE").read_text()) == {"layer_ids": [0]}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.yaml", "a: [", r"config\.yaml is damaged, no YAML"),
+        ("steps.jsonl", '{"loss": 1}\n', r"steps\.jsonl, line 1 is damaged: expected a step"),
+        (
+            "updates.jsonl",
+            '{"step": 1}\n\x00\n{"step": 2}\n',
+            r"updates\.jsonl, line 2: expected a JSON object",
+        ),
+    ],
+)
+def test_a_damaged_run_is_not_continued(tmp_path: Path, file: str, content: str, message: str) -> None:
+    with open_store(tmp_path):
+        pass
+    (tmp_path / file).write_text(content)
+    with pytest.raises(StoreError, match=message), open_store(tmp_path) as store:
+        store.rewind(1)
