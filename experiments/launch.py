@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import torch
+import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -17,10 +19,19 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import Config, register, run_config
-from moe_rl.models import LanguageModel
+from moe_rl.models import LanguageModel, load_model
+from moe_rl.objectives import Objective
 from moe_rl.store import StoreError
 from moe_rl.store.files import writing
 from moe_rl.tasks import Task
+from moe_rl.training.border import (
+    check_model,
+    content_digest,
+    require_encodable,
+    require_finite_weights,
+    require_room,
+    require_same_content,
+)
 from moe_rl.training.cold_start import ColdStartError, cold_start
 from moe_rl.training.grading import GuardedTask
 from moe_rl.training.nonfinite import CollapseError
@@ -126,6 +137,30 @@ def terminal_line() -> int:
 def versions() -> dict[str, str]:
     """The libraries that decide what the same weights and tokens give."""
     return {name: metadata.version(name) for name in ("torch", "transformers")}
+
+
+def set_up_process(config: Config) -> None:
+    """Threads, and transformers' advice off: it is for callers of generate(), and ours is fixed."""
+    torch.set_num_threads(config.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def starting_model(
+    config: Config, cfg: DictConfig, path: Path, task: Task, objective: Objective, bar: int
+) -> tuple[LanguageModel, dict[str, object]]:
+    """The model, checked against task and objective, at its cold start; and what DONE says of that.
+
+    A run directory that began with other weights, tokenizer or problems is refused.
+    """
+    lm = load_model(config.model, task.default_tokenizer, config.device)
+    check_model(lm.model, objective, config)
+    require_finite_weights(lm.model)
+    require_encodable(lm, task)
+    require_room(lm, task, config)
+    content = content_digest(lm, task)
+    require_same_content(path, content)
+    return lm, start(lm, task, config, cfg, content, bar)
 
 
 def start(

@@ -17,28 +17,28 @@ from pathlib import Path
 
 import hydra
 import pandas as pd
-import torch
-import transformers
 from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from experiments.config import build_objective, build_task
 from experiments.drift_config import DriftConfig, drift_config, register_drift, stored_config
-from experiments.launch import CONF, attempt, command, interruptible, start, terminal_line
+from experiments.launch import (
+    CONF,
+    attempt,
+    command,
+    interruptible,
+    set_up_process,
+    starting_model,
+    terminal_line,
+)
 from experiments.traces import model_sizes, read_trace
 from moe_rl.analysis.drift_report import write_drift_report
 from moe_rl.laboratory.offline import compare_traces
 from moe_rl.laboratory.protocol import Measurement, measure, phases
 from moe_rl.laboratory.rows import COLUMNS
-from moe_rl.models import load_model
 from moe_rl.store import Run, RunStore, environment
 from moe_rl.store.files import write_atomic
-from moe_rl.training.border import (
-    check_together,
-    content_digest,
-    require_encodable,
-    require_same_content,
-)
+from moe_rl.training.border import check_together, require_gradable
 
 register_drift()
 
@@ -69,16 +69,11 @@ def measure_model(config: DriftConfig, cfg: DictConfig, path: Path) -> None:
     """Load, warm up, sample, update, measure."""
     task, objective = build_task(cfg), build_objective(cfg)
     check_together(objective, config)
-    torch.set_num_threads(config.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    require_gradable(task, config.rollout.grading_timeout)
+    set_up_process(config)
     bar = terminal_line()
     with open_store(cfg, path) as store:
-        lm = load_model(config.model, task.default_tokenizer, config.device)
-        require_encodable(lm, task)
-        content = content_digest(lm, task)
-        require_same_content(path, content)
-        warm = start(lm, task, config, cfg, content, bar)
+        lm, warm = starting_model(config, cfg, path, task, objective, bar)
         progress = tqdm(
             total=phases(config, config.drift),
             desc=f"{config.arm} seed {config.seed}",

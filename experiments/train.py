@@ -13,26 +13,23 @@ import os
 from pathlib import Path
 
 import hydra
-import torch
-import transformers
 from omegaconf import DictConfig
 
 from experiments.config import build_objective, build_task, run_config, train_config
-from experiments.launch import CONF, attempt, command, interruptible, start, terminal_line
+from experiments.launch import (
+    CONF,
+    attempt,
+    command,
+    interruptible,
+    set_up_process,
+    starting_model,
+    terminal_line,
+)
 from moe_rl.analysis.comparison import collapse_of
-from moe_rl.models import LanguageModel, load_model
+from moe_rl.models import LanguageModel
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, environment, whole_directory
-from moe_rl.training.border import (
-    check_model,
-    check_together,
-    content_digest,
-    require_encodable,
-    require_finite_weights,
-    require_gradable,
-    require_room,
-    require_same_content,
-)
+from moe_rl.training.border import check_together, require_gradable
 from moe_rl.training.loop import train
 
 
@@ -56,21 +53,12 @@ def run(cfg: DictConfig, path: Path) -> None:
     task, objective = build_task(cfg), build_objective(cfg)
     check_together(objective, config)
     require_gradable(task, config.rollout.grading_timeout)
-    torch.set_num_threads(config.threads)
-    transformers.logging.set_verbosity_error()  # its advice is for callers of generate(); ours is fixed
-    transformers.logging.disable_progress_bar()
+    set_up_process(config)
     bar = terminal_line()
     with RunStore.open(
         path, run_config(cfg), environment() | {"command": command("experiments.train")}
     ) as store:
-        lm = load_model(config.model, task.default_tokenizer, config.device)
-        check_model(lm.model, objective, config)
-        require_finite_weights(lm.model)
-        require_encodable(lm, task)
-        require_room(lm, task, config)
-        content = content_digest(lm, task)
-        require_same_content(path, content)
-        warm = start(lm, task, config, cfg, content, bar)
+        lm, warm = starting_model(config, cfg, path, task, objective, bar)
         title = f"{config.arm} seed {config.seed}"
         train(lm, task, objective, config, store, title=title, bar=bar)
         with whole_directory(path / "final") as folder:

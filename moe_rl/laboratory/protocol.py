@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from moe_rl.routing import RoutingError, RoutingTrace, has_routers
 from moe_rl.tasks import Task
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import TrainConfig
+from moe_rl.training.grading import GuardedTask
 from moe_rl.training.groups import Groups, sample_groups
 from moe_rl.training.learner import Learner, make_learner
 from moe_rl.training.nonfinite import CollapseError
@@ -110,6 +111,7 @@ def measure(
             "measured on one pass over a batch, as it is"
         )
     learner = make_learner(lm.model, objective, config)
+    task = GuardedTask(task, config.rollout.grading_timeout)
     with _precision(options.precision, lm.model.device):
         for step in range(1, config.steps):
             rollout = _Rollout.sample(learner, lm, task, step)
@@ -123,7 +125,9 @@ def measure(
                 "the rewards of every group are equal, so that the update would be zero and nothing could "
                 "drift: sample more responses, or take an easier task or a longer cold start"
             )
-        return _measure_batch(learner, rollout, options, done)
+        found = _measure_batch(learner, rollout, options, done)
+    errors, first = task.take_errors()
+    return replace(found, summary=found.summary | {"grader_errors": errors, "grader_error": first[:1]})
 
 
 def _measure_batch(
