@@ -90,7 +90,7 @@ def regrouped(plan: Plan, size_of: Callable[[int], int]) -> Plan:
 
 def widened(batch: RolloutBatch, columns: int = PADDING) -> RolloutBatch:
     """The same sequences with more padding on either side."""
-    tensors = {
+    tensors: dict[str, Any] = {
         field.name: nn.functional.pad(getattr(batch, field.name), (columns, columns))
         for field in fields(batch)
         if field.name.endswith("_BT")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_rl.routing import scoring_rows
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,26 @@ class RolloutBatch:
     sampler_logp_BT: Tensor
     finished_B: Tensor
     prompt_length: int
+    _made: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.input_ids_BT.shape[0]
 
     def __getitem__(self, rows: slice | Tensor) -> RolloutBatch:
-        """The same batch for some sequences."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt_length"}
+        """The same batch for some sequences; every pass of a step gets the same object for the same slice."""
+        if isinstance(rows, slice):
+            return self.once(("rows", rows.start, rows.stop, rows.step), lambda: self._of(rows))
+        return self._of(rows)
+
+    def _of(self, rows: slice | Tensor) -> RolloutBatch:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
         return replace(self, **{name: tensor[rows] for name, tensor in tensors.items()})
+
+    def once(self, key: object, make: Callable[[], Result]) -> Result:
+        """What follows from the batch alone, made the first time it is asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Result, self._made[key])
 
     @staticmethod
     def cat(batches: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:

@@ -82,7 +82,10 @@ def forward(
     """
     ids, mask, positions = batch.input_ids_BT, batch.attention_mask_BT, batch.position_ids_BT
     keep = ids.shape[1] - batch.prompt_length + 1
-    packing = packing_of(batch, model.config.get_text_config().hidden_size) if share_prompts else None
+    packing = None
+    if share_prompts:
+        width = model.config.get_text_config().hidden_size
+        packing = batch.once(("packing", width), lambda: packing_of(batch, width))
     if packing is not None:
         ids, positions = packing.pack(ids), packing.pack(positions)
         mask = packing.attention_mask(mask, model.dtype)

@@ -49,13 +49,15 @@ def require_finite(logp_BV: Tensor) -> None:
 
 
 @torch.no_grad()
-def is_finite(learner: Learner, batch: RolloutBatch) -> bool:
+def is_finite(learner: Learner, batch: RolloutBatch | None) -> bool:
     """Whether all trained weights are finite, and what the policy says after one response to each prompt.
 
-    One of a group, since a pass over the whole batch after every step would cost a tenth of it.
+    Without a batch, of the weights alone: what the policy says is seen when it is next sampled from.
     """
     if not math.isfinite(nn.utils.get_total_norm(learner.trained.parameters(), norm_type=math.inf).item()):
         return False
+    if batch is None:
+        return True
     rows_P = torch.arange(0, len(batch), learner.config.rollout.responses)
     for rows in rows_P.split(learner.config.optim.microbatch or len(rows_P)):
         logits_BTV = learner.policy(

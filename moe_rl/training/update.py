@@ -96,7 +96,7 @@ def gradient_update(
         extra = tensors_of_forward(scores, old, rows)
         extra |= off_policy_weights(config.mismatch, scores.logp_BT, part, target_part)
         keywords: dict[str, Any] = target_part.tensors | extra
-        loss, _ = objective(
+        loss, metrics = objective(
             scores.logp_BT,
             old.logp_BT[rows],
             target_part.advantages,
@@ -129,7 +129,8 @@ def gradient_update(
 
     logp_BT = torch.cat(logps)
     tensors = {name: torch.cat(parts) for name, parts in forward_tensors.items()}
-    metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
+    if len(minibatch) > 1:
+        metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
     update = Update(whole, loss_sum, grad_norm, lr, logp_BT, tensors, metrics)
     if overridden:
         update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
