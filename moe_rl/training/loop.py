@@ -154,7 +154,9 @@ def train(
         store.log("steps", record)
         shown = ("reward/mean", "response/length", "clip_frac/token", "drift/old")
         progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
-        finite = is_finite(learner, batch)
+        end = step == config.steps
+        saving = end or step % config.checkpoint_every == 0
+        finite = is_finite(learner, batch if saving or stopped else None)
         if stopped and finite:
             evaluate(lm, task, config, store, step, title)  # of the last good policy
         if stopped:
@@ -162,10 +164,9 @@ def train(
         if not finite:
             raise evidence.collapse_of_policy(updates)
 
-        end = step == config.steps
         if end or step % config.evaluation.every == 0:
             evaluate(lm, task, config, store, step, title)
-        if end or step % config.checkpoint_every == 0:
+        if saving:
             moments = optimizer_tensors(learner.trained, learner.optimizer)
             store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
         if config.snapshot_every is not None and step % config.snapshot_every == 0:
