@@ -25,7 +25,7 @@ def model_sizes(
     """
     if model is not None:
         try:
-            config = AutoConfig.from_pretrained(model, local_files_only=True)
+            config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         except ValueError as error:  # a model type that transformers does not know
             raise RoutingError(f"{model}: {error}") from error
         return ModelRouting.from_config(config)

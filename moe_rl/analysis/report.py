@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from moe_rl.analysis.comparison import Comparison, compare
 from moe_rl.analysis.figures import draw_all
@@ -49,9 +51,12 @@ def write_report(runs: Sequence[Run], out: Path, command: str) -> Path:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all."""
+    """Write a figure whole or not at all; a dollar in a name is a dollar, not the start of a formula."""
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    with rc_context({"text.parse_math": False}):  # of labels that are made when drawn
+        figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
     write_atomic(path, content.getvalue())
 
 

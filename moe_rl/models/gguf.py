@@ -77,8 +77,10 @@ def _convert(file: Path, target: Path) -> None:
             f'{file.name}: a GGUF file needs {" and ".join(missing)} to be read: pip install "moe_rl[gguf]"'
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{file} cannot be loaded as a causal LM with its tokenizer: {reason}") from error

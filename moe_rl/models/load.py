@@ -157,6 +157,8 @@ def _from_checkpoint(
         )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = "it brings code of its own, which runs only with model.trust_remote_code=true"
         raise ModelError(
             f"model.path={path} cannot be loaded as a causal LM with its tokenizer: {reason}"
         ) from error

@@ -129,6 +129,8 @@ class TraceStream:
             self._model = {name: manifest[name] for name in ("layer_ids", "num_experts", "top_k")}
             self.dim: int = manifest["dim"]
             files: int | None = manifest["files"]
+            if files is not None and (type(files) is not int or files < 0):
+                raise RoutingError(f"{path} is damaged: {MANIFEST} counts {files!r} files")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RoutingError(f"{path} is not a stream of traces: it has no {MANIFEST}") from error
         except (ValueError, RecursionError, KeyError, TypeError) as error:
@@ -137,11 +139,11 @@ class TraceStream:
             raise RoutingError(f"{path} is not a stream of traces, or damaged: {error!r}") from error
         present = sorted(self.path.glob("*.safetensors"))
         self.complete = files is not None
-        self._paths = [_file(self.path, i) for i in range(len(present) if files is None else files)]
-        if present != self._paths:
+        self._paths = [_file(self.path, i) for i in range(len(present))]
+        if present != self._paths or files not in (None, len(present)):
+            expected = len(present) if files is None else files
             raise RoutingError(
-                f"{path} should hold {len(self._paths)} traces numbered from 0, found "
-                f"{[file.name for file in present]}"
+                f"{path} should hold {expected} traces numbered from 0, found {[f.name for f in present]}"
             )
 
     def __len__(self) -> int:
