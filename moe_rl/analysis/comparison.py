@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -76,7 +76,14 @@ def named(run: Run, section: str) -> str:
     return str(setting(run, f"{section}.name") or f"unnamed {section}")
 
 
-def setting(run: Run, dotted: str) -> Any:
+class Configured(Protocol):
+    """A run directory, or what is left of one."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+def setting(run: Configured, dotted: str) -> Any:
     """A value of a run's configuration by its dotted key; None when absent."""
     value: Any = run.config
     for key in dotted.split("."):

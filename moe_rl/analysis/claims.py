@@ -1,0 +1,259 @@
+"""The paper's claims (2507.18071), each beside what the runs of a suite gave; negative results are results.
+
+Every statement is made from the tables of finished runs alone. p values are two-sided, of the sign-flip test
+of paired differences or of the log-rank test, adjusted by Holm over the comparisons of its kind in the suite;
+without p < 0.05 the words are "not separated".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from moe_rl.analysis.claims_causes import intervention, recovery, regimes
+from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
+from moe_rl.analysis.evidence import (
+    Statement,
+    arms_of,
+    by_seed,
+    difference,
+    final_greedy,
+    final_reward,
+    ids,
+    lifetimes,
+    limit,
+    mean_of,
+    reward_at_unclipped,
+    says,
+    shown_difference,
+    shown_p,
+    shown_range,
+    shown_summary,
+    summary_of,
+)
+from moe_rl.analysis.run_files import UNCLIPPED, CompactRun
+from moe_rl.analysis.statistics import holm, paired_difference, paired_test, proportion, summarise
+from moe_rl.analysis.survival import kaplan_meier, log_rank
+
+Runs = Sequence[CompactRun]
+PAIRS = (
+    ("grpo+replay", "grpo"),
+    ("grpo+rollout_replay", "grpo"),
+    ("gspo", "grpo"),
+    ("gspo", "grpo+replay"),
+    ("ppo", "grpo"),
+    ("dpo", "grpo"),
+)
+NEEDS_REPLAY = "GRPO on MoE needs Routing Replay to converge"
+NO_REPLAY = "GSPO needs no Routing Replay, and is more stable and efficient at equal compute and queries"
+CLAIM_OF = {
+    "grpo+replay": (NEEDS_REPLAY, "Fig. 3"),
+    "grpo+rollout_replay": (NEEDS_REPLAY + " (R3)", "Fig. 3"),
+    "gspo": (NO_REPLAY, "Fig. 1, §5.1"),
+    "ppo": ("no claim: token ratios with a value model, PPO", "Eq. 1"),
+    "dpo": ("no claim: preference pairs, DPO", "–"),
+}
+
+
+def drift(suite: str, runs: Runs) -> Iterator[Statement]:
+    """About 10 % of the experts change after one update."""
+    for arm, group in arms_of(runs).items():
+        first, last = summary_of(group, mean_of("drift/first")), summary_of(group, mean_of("drift/old"))
+        if arm == "grpo" and first.n:
+            yield Statement(
+                "roughly 10 % of the activated experts change after one gradient update",
+                "§5.3",
+                suite,
+                f"{100 * first.mean:.2g} % after the first update of a batch, {100 * last.mean:.2g} % after "
+                "the last (GRPO, mean over steps)",
+                shown_range(100 * first.low, 100 * first.high, first.n) + " % after the first",
+                str(first.n),
+                ids(group),
+            )
+
+
+def arms(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Final reward and time to collapse of the arms, in pairs."""
+    found = arms_of(runs)
+    pairs = [pair for pair in PAIRS if pair[0] in found and pair[1] in found]
+    rewards = [difference(arm, minus, found, final_reward) for arm, minus in pairs]
+    lives = [(lifetimes(found[arm]), lifetimes(found[minus])) for arm, minus in pairs]
+    reward_p = holm([row.test.p for row in rewards])
+    tests = [log_rank(*pair) for pair in lives]
+    collapse_p = holm([test.p for test in tests])
+    for index, row in enumerate(rewards):
+        claim, source = CLAIM_OF[row.arm]
+        one, other = lives[index]
+        collapses = f"{one.events} of {one.n} against {other.events} of {other.n} collapsed"
+        rank = shown_p(collapse_p[index]) if math.isfinite(collapse_p[index]) else tests[index].note
+        yield Statement(
+            claim,
+            source,
+            suite,
+            f"final reward, {row.arm} − {row.minus}: {shown_difference(row)} ({shown_p(reward_p[index])}"
+            f"{limit(row)}: {says(reward_p[index])}); {collapses} ({rank})",
+            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+            f"{row.n} pairs",
+            ids(found[row.arm], found[row.minus]),
+        )
+
+
+def survival(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Kaplan–Meier of GRPO and GSPO at the last step that all of their runs were planned for."""
+    for arm, group in arms_of(runs).items():
+        if arm not in ("grpo", "gspo"):
+            continue
+        horizon = min(int(run.config["steps"]) for run in group)
+        curve = kaplan_meier(lifetimes(group))
+        share = proportion(sum(1 for run in group if run.collapse.step is not None), len(group))
+        yield Statement(
+            "GSPO trains stably; GRPO's collapse is common" if arm == "gspo" else "GRPO collapses on MoE",
+            "§1, §5.1",
+            suite,
+            f"{arm}: {share.hits} of {share.n} collapsed by step {horizon}"
+            + (f", median time to collapse {curve.median:.0f} steps" if curve.median is not None else "")
+            + (f" ({curve.note})" if curve.note else ""),
+            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)",
+            str(share.n),
+            ids(group),
+        )
+
+
+def clipping(suite: str, runs: Runs) -> Iterator[Statement]:
+    """How many times more tokens GSPO clips than GRPO, at the paper's ranges."""
+    found = arms_of(runs)
+    if "grpo" not in found or "gspo" not in found:
+        return
+    grpo, gspo = (by_seed(found[arm], mean_of("clip_frac/token")) for arm in ("grpo", "gspo"))
+    logs = [math.log10(gspo[s] / grpo[s]) for s in sorted(grpo.keys() & gspo.keys()) if grpo[s] and gspo[s]]
+    times = summarise(logs)
+    if times.n:
+        yield Statement(
+            "GSPO clips two orders of magnitude more tokens than GRPO (0.15 against 0.0013)",
+            "Fig. 2",
+            suite,
+            f"{np.mean(list(gspo.values())):.3g} against {np.mean(list(grpo.values())):.3g} of tokens: "
+            f"{10**times.mean:.3g} times (geometric mean over seeds)",
+            shown_range(10**times.low, 10**times.high, times.n),
+            str(times.n),
+            ids(found["grpo"], found["gspo"]),
+        )
+
+
+def clip_ranges(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Whether the clip ranges change that gap, and the accuracy."""
+    cells = clip_cells(runs)
+    scales = sorted(cells["grpo"].keys() & cells["gspo"].keys())
+    ratios = {scale: ratio_by_seed(cells, scale) for scale in scales}
+    scales = [scale for scale in scales if ratios[scale]]
+    if len(scales) < 2:
+        return
+    means = {scale: summarise(list(ratios[scale].values())) for scale in scales}
+    shown = ", ".join(f"× {scale:g}: {10 ** means[scale].mean:.3g}" for scale in scales)
+    gap = paired_difference(ratios[scales[-1]], ratios[scales[0]])
+    test = paired_test(ratios[scales[-1]], ratios[scales[0]])
+    behind = [run for scale in scales for arm in ("grpo", "gspo") for run in cells[arm][scale]]
+    yield Statement(
+        "changing the clip ranges does not change that gap",
+        "§5.2",
+        suite,
+        f"GSPO clips this many times more, both ranges scaled by the same factor: {shown}; widest against "
+        f"narrowest range: × {10**gap.mean:.3g} ({shown_p(test.p)}: {says(test.p)})",
+        shown_range(10**gap.low, 10**gap.high, gap.n) + " as a factor",
+        f"{gap.n} pairs",
+        ids(behind),
+    )
+    for arm in ("grpo", "gspo"):
+        accuracy = {scale: summary_of(cells[arm][scale], final_greedy) for scale in scales}
+        shown = ", ".join(f"× {scale:g}: {shown_summary(accuracy[scale])}" for scale in scales)
+        best, worst = (choose(scales, key=lambda s: accuracy[s].mean) for choose in (max, min))
+        apart = paired_difference(
+            by_seed(cells[arm][best], final_greedy), by_seed(cells[arm][worst], final_greedy)
+        )
+        yield Statement(
+            "no claim: sensitivity of the final accuracy to the clip range",
+            "§5.2",
+            suite,
+            f"{arm}, final greedy accuracy by range: {shown}; best − worst (chosen after the fact, no test) "
+            f"{apart.mean:.3g}",
+            shown_range(apart.low, apart.high, apart.n, signed=True),
+            f"{apart.n} pairs",
+            ids(*cells[arm].values()),
+        )
+
+
+def efficiency(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Reward at equal cumulative numbers of unclipped tokens."""
+    found = arms_of(runs)
+    if "grpo" not in found or "gspo" not in found:
+        return
+    both = [*found["grpo"], *found["gspo"]]
+    if any(UNCLIPPED not in run.steps for run in both):
+        return
+    tokens = min(float(run.steps[UNCLIPPED].sum()) for run in both)
+    row = difference("gspo", "grpo", found, lambda run: reward_at_unclipped(run, tokens))
+    yield Statement(
+        "GSPO learns more from each token that is not clipped",
+        "§5.2",
+        suite,
+        f"reward after {tokens:.0f} unclipped tokens (the most that every run saw), gspo − grpo: "
+        f"{shown_difference(row)} ({shown_p(row.test.p)}{limit(row)}: {says(row.test.p)})",
+        shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+        f"{row.n} pairs",
+        ids(both),
+    )
+
+
+def longer(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Accuracy at the end against that when generation was first lengthened, by arm and query set."""
+    found = arms_of(runs)
+    for label, group in found.items():
+        starts = [min(map(int, run.config["rollout"]["length_schedule"]), default=0) for run in group]
+        if not all(starts):
+            continue
+        end = by_seed(group, final_greedy)
+        before = {run.seed: accuracy_before(run, step) for run, step in zip(group, starts, strict=True)}
+        gain, test = paired_difference(end, before), paired_test(end, before)
+        yield Statement(
+            "more training, refreshed query sets and longer generation keep improving GSPO",
+            "§5.1",
+            suite,
+            f"{label}: greedy accuracy at the end − before generation was first lengthened (step "
+            f"{starts[0]}): {gain.mean:+.3g} ({shown_p(test.p)}: {says(test.p)})",
+            shown_range(gain.low, gain.high, gain.n, signed=True),
+            str(gain.n),
+            ids(group),
+        )
+
+
+def accuracy_before(run: CompactRun, step: int) -> float:
+    """Greedy accuracy at the last evaluation before `step`."""
+    evals = run.evaluations("eval/greedy")
+    earlier = evals[evals["step"] < step]["value"]
+    return float(earlier.iloc[-1]) if len(earlier) else math.nan
+
+
+Section = Callable[[str, Runs], Iterator[Statement]]
+# Which statements are made of a suite, by the beginning of its name.
+SECTIONS: dict[str, tuple[Section, ...]] = {
+    "fig1_longer": (longer,),
+    "fig1": (drift, arms, survival, clipping, efficiency),
+    "fig2": (clip_ranges,),
+    "search": (regimes,),
+    "intervention": (intervention,),
+}
+
+
+def statements(runs: Runs) -> list[Statement]:
+    """Every statement that the runs allow, in the order of the paper's figures."""
+    found: list[Statement] = []
+    for suite in sorted({run.suite for run in runs}):
+        mine = [run for run in runs if run.suite == suite]
+        prefix = next((name for name in SECTIONS if suite.startswith(name)), None)
+        for section in SECTIONS[prefix] if prefix is not None else ():
+            found.extend(section(suite, mine))
+        if suite.startswith("recovery"):
+            found.extend(recovery(suite, mine, runs))
+    return found

@@ -1,0 +1,92 @@
+"""Statements on causes: where routing breaks GRPO, what an intervention does, what becomes of a collapse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moe_rl.analysis.evidence import (
+    Statement,
+    ids,
+    limit,
+    says,
+    shown_difference,
+    shown_p,
+    shown_range,
+)
+from moe_rl.analysis.recovery import outcomes
+from moe_rl.analysis.regimes import dose_pairs, matched_controls, regime_differences
+from moe_rl.analysis.run_files import CompactRun
+from moe_rl.analysis.statistics import holm, proportion
+
+Runs = Sequence[CompactRun]
+
+
+def regimes(suite: str, runs: Runs) -> Iterator[Statement]:
+    """The search: where, if anywhere, replay does better than GRPO."""
+    rows = regime_differences(runs)
+    if not rows:
+        return
+    adjusted = holm([row.difference.test.p for row in rows])
+    best = max(range(len(rows)), key=lambda index: rows[index].difference.summary.mean)
+    row, p = rows[best].difference, adjusted[best]
+    above = sum(r.difference.summary.mean > 0 for r in rows)
+    yield Statement(
+        "where routing is what breaks GRPO: replay then helps",
+        "Fig. 3",
+        suite,
+        f"grpo+replay − grpo, final reward, in {len(rows)} regimes: {above} above 0; the largest "
+        f"{shown_difference(row)} at {rows[best].regime} (chosen among them; {shown_p(p)} after Holm"
+        f"{limit(row)}: {says(p)})",
+        shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+        f"{row.n} pairs a regime",
+        ids(runs),
+    )
+
+
+def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Routing change by hand, with and without replay; what noise of the same KL does; frozen routers."""
+    pairs = dose_pairs(runs)
+    adjusted = holm([pair.difference.test.p for pair in pairs])
+    for pair, p in zip(pairs, adjusted, strict=True):
+        row = pair.difference
+        yield Statement(
+            "token ratios of changed experts are what destabilises GRPO",
+            "§5.3",
+            suite,
+            f"{100 * pair.dose:g} % of experts changed in the ratio pass, {pair.objective}: final reward "
+            f"without − with replay of the changed experts {shown_difference(row)} "
+            f"({shown_p(p)}{limit(row)}: {says(p)})",
+            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+            f"{row.n} pairs",
+            ids(pair.alone, pair.replayed),
+        )
+    controls = matched_controls(runs)
+    adjusted = holm([control.difference.test.p for control in controls])
+    for control, p in zip(controls, adjusted, strict=True):
+        row = control.difference
+        yield Statement(
+            control.claim,
+            "§5.3",
+            suite,
+            f"{control.words}: final reward {shown_difference(row)} ({shown_p(p)}{limit(row)}: {says(p)})",
+            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+            f"{row.n} pairs",
+            ids(control.runs),
+        )
+
+
+def recovery(suite: str, runs: Runs, everything: Runs) -> Iterator[Statement]:
+    """How many collapsed runs come back, by what was changed."""
+    for outcome in outcomes(runs, everything):
+        share = proportion(outcome.recovered, outcome.n)
+        yield Statement(
+            "collapse is often irreversible: rolling back, retuning the clip range, longer generation or "
+            "other queries may not recover it",
+            "§1, §3",
+            suite,
+            f"{outcome.words}: {share.hits} of {share.n} came back to 90 % of the best reward before "
+            "the collapse",
+            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)" if share.n else "none",
+            str(share.n),
+            ids(outcome.runs),
+        )
