@@ -34,13 +34,14 @@ from moe_rl.training.border import (
 )
 from moe_rl.training.cold_start import ColdStartError, cold_start
 from moe_rl.training.grading import GuardedTask
-from moe_rl.training.nonfinite import CollapseError
+from moe_rl.training.nonfinite import CollapseError, NonFinitePolicyError
 
 # What the user can mend: one line, no traceback on the screen (FAILED has it where the run had begun).
 USER_ERRORS = (
     ValueError,
     ColdStartError,
     CollapseError,
+    NonFinitePolicyError,
     StoreError,
     OSError,
     ModuleNotFoundError,

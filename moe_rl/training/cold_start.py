@@ -35,7 +35,7 @@ EXAMPLES_PER_SEED = 10_000_000  # a seed's examples are its own stretch of the t
 
 
 class ColdStartError(RuntimeError):
-    """The target accuracy was not reached."""
+    """The target accuracy was not reached, or the loss was not finite."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,9 @@ def _train(
             group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)
         first = config.seed * EXAMPLES_PER_SEED + (step - 1) * config.batch_size
         loss = _supervised_step(lm, optimizer, task, range(first, first + config.batch_size), config)
+        if not math.isfinite(loss):
+            progress.close()
+            raise ColdStartError(f"cold start: the loss is {loss} at step {step}: lower cold_start.lr")
         progress.set_postfix(loss=f"{loss:.4f}", accuracy=f"{best:.3f}")
         if step % config.eval_every == 0 or step == config.steps:
             reached = accuracy(

@@ -101,6 +101,12 @@ def test_a_missed_target_is_said_and_not_cached(lm, task, tmp_path):
     assert not list(tmp_path.glob("*/result.json"))
 
 
+def test_a_loss_that_is_not_finite_is_said_and_not_cached(lm, task, tmp_path):
+    with pytest.raises(ColdStartError, match=r"the loss is nan at step 2: lower cold_start.lr"):
+        warm(lm, task, tmp_path, lr=1e38, warmup_steps=0)
+    assert not list(tmp_path.glob("*/result.json"))
+
+
 def test_accumulated_microbatches_equal_the_whole_batch(lm, task, tmp_path):
     start = {name: tensor.clone() for name, tensor in model_tensors(lm.model).items()}
     warm(lm, task, tmp_path, steps=2)
