@@ -16,6 +16,7 @@ NEEDS = {  # what a group's file leaves to the user
     "task/reasoning_gym": ["task.family=chain_sum"],
     "model/checkpoint": ["model.path=checkpoint"],
     "model/upcycled": ["model.path=checkpoint"],
+    "experiment/recovery": ["model.path=checkpoint"],
 }
 
 

@@ -1,0 +1,160 @@
+"""The paper's claims from this repository's own runs: in blocks, resumable, and then as a table and figures.
+
+    python -m experiments.evidence size=quick                   # every suite in small, about ten minutes
+    python -m experiments.evidence size=full block=fig1_sort    # one block of at most 45 minutes on two cores
+    python -m experiments.evidence size=full                    # all blocks, one after the other
+    python -m experiments.evidence list                         # the blocks
+    python -m experiments.evidence build                        # table, figures and the README's table again
+    python -m experiments.evidence export runs=outputs/x suite=search
+
+A block runs sweeps of `experiments.train`, below outputs/evidence/<size>/, and then writes the table of every
+run that has ended to <results>/runs/<suite>/; what is there already is not run again, and a block that is
+stopped continues with the same command. Results of size=full are in experiments/results/, those of size=quick
+below outputs/. Claims and figures are made from the tables alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+from experiments.blocks import SIZES, Block, Overrides, read_blocks
+from moe_rl.analysis.evidence_report import claim_table, insert_table, write_evidence
+from moe_rl.analysis.run_files import export
+from moe_rl.store import StoreError, find_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+LIMIT_S = 45 * 60.0  # no sweep begins later than this in a block
+USAGE = (
+    "expected: python -m experiments.evidence size=quick|full [block=NAME] | list | build | "
+    "export runs=DIR[,DIR or GLOB...] suite=NAME"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the arguments name; the exit code, 1 where a sweep failed."""
+    command = arguments[0] if arguments and "=" not in arguments[0] else "run"
+    options = dict(word.partition("=")[::2] for word in arguments if "=" in word)
+    allowed = {"run": {"size", "block"}, "list": set(), "build": set(), "export": {"runs", "suite"}}
+    if command not in allowed or options.keys() - allowed[command]:
+        raise SystemExit(USAGE)
+    try:
+        if command == "list":
+            print(listing())
+        elif command == "build":
+            build()
+        elif command == "export":
+            export_runs(options)
+        else:
+            return run(options.get("size", ""), options.get("block"))
+    except StoreError as error:
+        raise SystemExit(str(error)) from error
+    return 0
+
+
+def run(size: str, name: str | None) -> int:
+    """Run a block, or all of a size, and make table and figures from the tables of what has ended."""
+    blocks = read_blocks(size) if size in SIZES else {}
+    if not blocks or (name is not None and name not in blocks):
+        names = ", ".join(blocks) if blocks else USAGE
+        raise SystemExit(f"size={size} block={name}: {names}")
+    output = Path("outputs") / "evidence" / size
+    results = RESULTS if size == "full" else output / "results"
+    failed = 0
+    for block in blocks.values() if name is None else [blocks[name]]:
+        try:
+            failed += run_block(block, output)
+        finally:
+            if (output / block.suite).exists():
+                export(find_runs(output / block.suite), block.suite, results / "runs")
+    if size == "full":
+        build()
+    else:
+        rows = write_evidence(results, commands())
+        print(f"{len(rows)} statements of no weight, from runs of seconds: {results / 'claims.md'}")
+        if any((RESULTS / "runs").glob("*/*.csv")):
+            build()
+    return min(failed, 1)
+
+
+def run_block(block: Block, output: Path) -> int:
+    """Run the sweeps of a block until its time is up; how many of them failed."""
+    started, failed = time.monotonic(), 0
+    sweeps = list(block.commands(output))
+    for number, overrides in enumerate(sweeps, start=1):
+        if time.monotonic() - started > LIMIT_S:
+            print(f"{block.name}: 45 minutes are up after {number - 1} of {len(sweeps)} sweeps; the same "
+                  "command continues it")  # fmt: skip
+            break
+        print(f"{block.name}, sweep {number} of {len(sweeps)}: {' '.join(overrides)}", flush=True)
+        failed += not train(overrides)
+    if not sweeps:
+        print(f"{block.name}: nothing to start from, no run of {block.from_suite} collapsed")
+    return failed
+
+
+def train(overrides: Overrides) -> bool:
+    """`python -m experiments.train -m` here, whose workers stay for the next sweep; whether it went well."""
+    from experiments.train import main as train_main
+
+    before = sys.argv
+    sys.argv = ["experiments.train", "-m", *overrides]
+    try:
+        train_main()
+    except SystemExit as error:
+        return not error.code
+    finally:
+        sys.argv = before
+    return True
+
+
+def export_runs(options: dict[str, str]) -> None:
+    """Write the tables of finished runs anywhere to experiments/results/runs/<suite>."""
+    if not {"runs", "suite"} <= options.keys():
+        raise SystemExit(USAGE)
+    paths = [path for pattern in options["runs"].split(",") for path in sorted(glob(pattern)) or [pattern]]
+    written = export(find_runs(*paths), options["suite"], RESULTS / "runs")
+    print(f"{len(written)} tables in {RESULTS / 'runs' / options['suite']}")
+
+
+def build() -> None:
+    """Table, figures and the README's table from the committed tables of runs."""
+    rows = write_evidence(RESULTS, commands())
+    insert_table(ROOT / "README.md", claim_table(rows, commands()))
+    print(f"{len(rows)} statements: {RESULTS / 'claims.md'}, figures beside it, and the table in README.md")
+
+
+def commands() -> dict[str, str]:
+    """How the runs of each suite are made."""
+    found: dict[str, str] = {}
+    for block in read_blocks("full").values():
+        more = f"make evidence size=full block={block.name}"
+        found[block.suite] = f"{found[block.suite]} && {more}" if block.suite in found else more
+    return found
+
+
+def listing() -> str:
+    """One line a block: runs, estimated minutes."""
+    lines = []
+    for block in read_blocks("full").values():
+        runs = len(block.seeds) * sum(runs_of(sweep) for sweep in block.sweeps)
+        what = f"{runs} runs" if runs else f"from up to {block.at_most} collapsed runs of {block.from_suite}"
+        lines.append(f"{block.name:16} {block.suite:16} {what:48} about {block.minutes} minutes")
+    return "\n".join(lines)
+
+
+def runs_of(sweep: Overrides) -> int:
+    """How many runs a sweep has for one seed: the product of its lists of values."""
+    count = 1
+    for override in sweep:
+        value = override.partition("=")[2]
+        count *= value.count(",") + 1 if not value.startswith("{") else 1
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
