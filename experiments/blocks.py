@@ -64,12 +64,12 @@ def read_blocks(size: str) -> dict[str, Block]:
 
 
 def collapsed_runs(folder: Path, at_most: int) -> list[tuple[Run, CompactRun]]:
-    """The first runs below `folder` that collapsed by reward, and so have models from before and after."""
+    """The first runs of GRPO below `folder` that collapsed by reward, so that they have a last model."""
     if not folder.exists():
         return []
     pairs = [(run, compact(run, folder.name)) for run in find_runs(folder)]
     kept = [(run, found) for run, found in pairs if found is not None and found.collapse.reason == "reward"]
-    kept = [(run, found) for run, found in kept if (run.path / "final").exists()]
+    kept = [pair for pair in kept if setting(pair[1], "objective.name") == "grpo"]
     return sorted(kept, key=lambda pair: (pair[1].seed, pair[1].arm))[:at_most]
 
 

@@ -152,7 +152,7 @@ def runs_of(sweep: Overrides) -> int:
     count = 1
     for override in sweep:
         value = override.partition("=")[2]
-        count *= value.count(",") + 1 if not value.startswith("{") else 1
+        count *= value.count(",") + 1 if value[:1] not in ("{", "[") else 1
     return count
 
 

@@ -210,7 +210,9 @@ def longer(suite: str, runs: Runs) -> Iterator[Statement]:
     """Accuracy at the end against that when generation was first lengthened, by arm and query set."""
     found = arms_of(runs)
     for label, group in found.items():
-        starts = [min(map(int, run.config["rollout"]["length_schedule"]), default=0) for run in group]
+        starts = [
+            min((step for step, _ in run.config["rollout"]["length_schedule"]), default=0) for run in group
+        ]
         if not all(starts):
             continue
         end = by_seed(group, final_greedy)

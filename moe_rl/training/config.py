@@ -20,8 +20,8 @@ class RolloutConfig:
     prompts: int = 32  # P, prompts per step
     responses: int = 8  # G, responses per prompt (the group)
     max_new_tokens: int = 24  # a response that reaches it without a stop token is "truncated"
-    # {step: max_new_tokens from that step on}, e.g. {40: 32, 80: 48}: longer generation (GSPO §5.1)
-    length_schedule: dict[int, int] = field(default_factory=dict)
+    # [[step, max_new_tokens from it on], ...], e.g. [[40, 32], [80, 48]]: longer generation (GSPO §5.1)
+    length_schedule: list[list[int]] = field(default_factory=list)
     query_set: int | None = None  # as many prompts, trained on again and again; None: fresh ones every step
     query_set_steps: int | None = None  # steps until they are replaced by as many new ones; None: never
     sampler_dtype: str | None = None  # bfloat16: a copy of the weights in it samples, an engine of its own
@@ -70,9 +70,9 @@ class RolloutConfig:
             )
 
     def _check_schedules(self) -> None:
-        if any(step < 1 or limit < 1 for step, limit in self.length_schedule.items()):
+        if any(len(pair) != 2 or min(pair) < 1 for pair in self.length_schedule):
             raise ValueError(
-                f"rollout.length_schedule={self.length_schedule}: expected steps and tokens of at least 1"
+                f"rollout.length_schedule={self.length_schedule}: expected [[step, tokens], ...], from 1"
             )
         if self.length_schedule and self.overlong_cache is not None:
             raise ValueError(
@@ -93,13 +93,13 @@ class RolloutConfig:
 
     def at(self, step: int) -> RolloutConfig:
         """The same options with the response length of that step."""
-        limits = [limit for since, limit in sorted(self.length_schedule.items()) if since <= step]
+        limits = [limit for since, limit in sorted(self.length_schedule) if since <= step]
         return replace(self, max_new_tokens=limits[-1]) if limits else self
 
     @property
     def longest(self) -> int:
         """Tokens of the longest response that may be sampled at any step."""
-        return max(self.max_new_tokens, *self.length_schedule.values(), 0)
+        return max([self.max_new_tokens, *(limit for _, limit in self.length_schedule)])
 
 
 @dataclass

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,13 +21,14 @@ from moe_rl.analysis.regimes import dose_pairs, matched_controls, regime_differe
 from moe_rl.analysis.run_files import CompactRun, config_hash, write_compact
 from moe_rl.store import StoreError
 
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "convergence.ipynb"
 CONFIG: dict[str, Any] = {
     "steps": 20,
     "objective": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.27},
     "replay": {"source": None},
     "intervention": {"expert_changes": None, "log_ratio_noise": 0.0},
     "optim": {"lr": 3e-4, "minibatches": 4, "freeze_routers": False},
-    "rollout": {"max_new_tokens": 14, "length_schedule": {}},
+    "rollout": {"max_new_tokens": 14, "length_schedule": []},
     "task": {"name": "sort", "min_length": 12},
     "model": {"path": None},
 }
@@ -228,7 +231,7 @@ def test_what_becomes_of_collapsed_runs() -> None:
 def test_longer_training() -> None:
     runs = [
         made("fig1_longer", "gspo", seed, level(0.5, 10) + level(0.7, 10),
-             rollout__length_schedule={"11": 20, "15": 24})
+             rollout__length_schedule=[[11, 20], [15, 24]])
         for seed in range(3)
     ]  # fmt: skip
     found = row(runs, "before generation was first lengthened (step 11): +0.2")
@@ -296,3 +299,18 @@ def test_every_kind_of_figure(fig1: list[CompactRun]) -> None:
         "fig1_longer_longer", "fig1_sort_convergence", "fig1_sort_efficiency", "fig1_sort_survival",
         "fig2_clip_clip_grid", "intervention_doses", "search_regimes",
     }  # fmt: skip
+
+
+def test_the_notebook_draws_the_tables_it_is_given(tmp_path: Path, fig1: list[CompactRun]) -> None:
+    for run in fig1:
+        write_compact(run, tmp_path / "runs")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert first.source.startswith("RESULTS = ")
+    first.source = f"RESULTS = {str(tmp_path)!r}"
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(tmp_path))
+    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 3
+    tables = " ".join(out["data"].get("text/html", "") for out in outputs if "data" in out)
+    assert "none of 6 collapsed by step 20: all are censored" in tables
+    assert "gspo − grpo: +0.2" in tables

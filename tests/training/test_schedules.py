@@ -53,7 +53,7 @@ def test_the_sampler_has_numerics_of_its_own(tmp_path, fresh, run, config):
 
 
 def test_response_lengths_by_step(tmp_path, lm, run, config):
-    schedule = replace(SMALL, max_new_tokens=2, length_schedule={4: 6, 2: 3})
+    schedule = replace(SMALL, max_new_tokens=2, length_schedule=[[4, 6], [2, 3]])
     assert [schedule.at(step).max_new_tokens for step in range(6)] == [2, 2, 3, 3, 6, 6]
     assert (schedule.longest, SMALL.longest) == (6, 6)
     steps = run(tmp_path, lm, config(rollout=schedule)).steps()
@@ -82,8 +82,9 @@ def test_snapshots_stay_and_load(tmp_path, lm, run, config):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length_schedule": {0: 8}}, "length_schedule"),
-        ({"length_schedule": {4: 8}, "overlong_cache": 2}, "overlong_cache"),
+        ({"length_schedule": [[0, 8]]}, "length_schedule"),
+        ({"length_schedule": [[4, 8, 9]]}, r"expected \[\[step, tokens\]"),
+        ({"length_schedule": [[4, 8]], "overlong_cache": 2}, "overlong_cache"),
         ({"query_set": 6}, "multiple of rollout.prompts=4"),
         ({"query_set_steps": 3}, "needs a rollout.query_set"),
         ({"query_set": 8, "refill": 1}, "refill draws fresh prompts"),

@@ -1,0 +1,164 @@
+"""The blocks compose and fit their time; where recovery starts; one block from training to the table."""
+
+import json
+import re
+from itertools import chain
+
+import pandas as pd
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from experiments import blocks, evidence
+from experiments.blocks import Block, continued, read_blocks, starts
+from experiments.config import build_objective, register, train_config
+from experiments.launch import CONF
+from moe_rl.analysis.run_files import compact, read_all
+from moe_rl.store import Run, RunStore
+
+FULL = read_blocks("full")
+QUICK = read_blocks("quick")
+CONFIRMED = [
+    block for block in FULL.values() if block.suite.startswith("fig1_") and block.suite != "fig1_longer"
+]
+
+
+def one_of_each(sweep):
+    """Every override with the first of its values, and with the last."""
+    for which in (0, -1):
+        yield [
+            word
+            if "={" in word or "=[" in word
+            else word.split("=")[0] + "=" + word.split("=")[1].split(",")[which]
+            for word in sweep
+        ]
+
+
+@pytest.mark.parametrize("block", [*FULL.values(), *QUICK.values()], ids=lambda b: b.name)
+def test_every_sweep_composes_into_runs_of_its_suite(block):
+    register()
+    sweeps = block.sweeps or [["experiment=recovery", "model.path=x", *t] for t in block.treatments]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        for overrides in chain.from_iterable(one_of_each(sweep) for sweep in sweeps):
+            cfg = compose("config", overrides=overrides)
+            config = train_config(cfg)
+            build_objective(cfg)
+            assert config.experiment == block.suite
+            if block.name in QUICK and "size=quick" in overrides:
+                assert config.steps * config.rollout.prompts < 200
+
+
+def test_blocks_fit_their_time_and_seeds_are_fresh():
+    assert all(block.minutes <= 45 for block in FULL.values())
+    assert sum(block.minutes for block in FULL.values()) <= 6 * 60
+    searched = {seed for block in FULL.values() if block.suite == "search" for seed in block.seeds}
+    assert searched == {0, 1, 2, 3}
+    for block in CONFIRMED:
+        assert len(block.seeds) >= 8 and not searched & set(block.seeds)
+    assert {block.suite for block in QUICK.values()} >= {
+        "search", "fig1_sort", "fig1_chain_sum", "fig1_longer", "intervention", "fig2_clip", "recovery",
+    }  # fmt: skip
+
+
+def test_seeds_go_outermost_and_runs_are_counted(tmp_path):
+    block = Block("b", "search", 1, seeds=(4, 5), sweeps=(["a=1,2", "b={x: 1, y: 2}"], ["c=3"]))
+    assert list(block.commands(tmp_path)) == [
+        ["a=1,2", "b={x: 1, y: 2}", "seed=4", f"output={tmp_path}"],
+        ["c=3", "seed=4", f"output={tmp_path}"],
+        ["a=1,2", "b={x: 1, y: 2}", "seed=5", f"output={tmp_path}"],
+        ["c=3", "seed=5", f"output={tmp_path}"],
+    ]
+    assert [evidence.runs_of(sweep) for sweep in block.sweeps] == [2, 1]
+    assert "fig1_sort        fig1_sort        32 runs" in evidence.listing()
+    assert evidence.commands()["fig1_sort"] == (
+        "make evidence size=full block=fig1_sort && make evidence size=full block=fig1_sort_more"
+    )
+
+
+@pytest.fixture
+def collapsed(tmp_path):
+    """A run of 20 steps that collapses at 14, with models of steps 4, 8 and 12."""
+    path = tmp_path / "fig1_sort" / "grpo-0123abcd" / "seed10"
+    command = ["python", "-m", "experiments.train", "experiment=fig1_sort", "arm=grpo", "optim.lr=1e-2",
+               "snapshot_every=4", "seed=10", f"output={tmp_path}"]  # fmt: skip
+    config = {
+        "arm": "grpo",
+        "objective": {"name": "grpo"},
+        "seed": 10,
+        "steps": 20,
+        "collapse": {"window": 2, "fraction": 0.5, "patience": 3},
+    }
+    with RunStore.open(path, config, {"command": command}) as store:
+        for step, reward in enumerate([0.8] * 10 + [0.1] * 10, start=1):
+            store.log("steps", {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0})
+        store.finish({})
+    for folder in ("final", "snapshots/step_4", "snapshots/step_8", "snapshots/step_12"):
+        (path / folder).mkdir(parents=True)
+    return path
+
+
+def test_recovery_starts_from_the_end_and_from_well_before_the_collapse(tmp_path, collapsed):
+    pair = (Run(collapsed), compact(Run(collapsed), "fig1_sort"))
+    assert pair[1].collapse.step == 14  # the trailing mean is below half of 0.8 from step 12 on
+    # 14 - (2 + 3) = 9: the model of step 8 is the last that the collapse cannot have touched
+    assert starts(pair) == [collapsed / "final", collapsed / "snapshots" / "step_8"]
+    assert continued(pair) == ["experiment=recovery", "arm=grpo", "optim.lr=1e-2", "seed=10"]
+    block = Block(
+        "r", "recovery", 1, from_suite="fig1_sort", at_most=3, treatments=([], ["task.min_length=6"])
+    )
+    sweeps = list(block.commands(tmp_path))
+    assert len(sweeps) == 4 and sweeps[1][-3:] == [
+        f"model.path={collapsed / 'final'}", "task.min_length=6", f"output={tmp_path}",
+    ]  # fmt: skip
+    assert list(block.commands(tmp_path / "none")) == []
+
+
+def test_a_block_stops_when_its_time_is_up(monkeypatch, capsys, tmp_path):
+    ran = []
+    clock = iter([0.0, 1.0, 2.0, evidence.LIMIT_S + 1])
+    monkeypatch.setattr(evidence, "train", lambda overrides: ran.append(overrides) or len(ran) == 1)
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: next(clock))
+    block = Block("b", "search", 1, seeds=(0, 1, 2), sweeps=(["a=1"],))
+    assert evidence.run_block(block, tmp_path) == 1  # of two sweeps one failed
+    assert len(ran) == 2 and "up after 2 of 3 sweeps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["size=big"], ["size=full", "block=none"], ["bild"], ["list", "size=full"], []]
+)
+def test_what_cannot_be_run_is_one_line(words):
+    with pytest.raises(SystemExit, match=r"expected: python|block=none: search_optim"):
+        evidence.main(words)
+
+
+SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=32", "rollout.prompts=2",
+         "rollout.responses=2", "evaluation.prompts=4", "cold_start.enabled=false", "task.min_length=2",
+         "task.max_length=2", "rollout.max_new_tokens=3", "steps=2", "launcher=basic"]  # fmt: skip
+
+
+def test_one_block_from_training_to_the_table(monkeypatch, tmp_path, capsys):
+    """In this process, on a model of one layer; the same command again runs nothing."""
+    sweep = ["experiment=search", "arm=grpo,grpo_replay", *SMALL]
+    file = tmp_path / "evidence.yaml"
+    file.write_text(
+        yaml.safe_dump({"b": {"suite": "search", "minutes": 1, "quick_seeds": [0], "quick": [sweep]}})
+    )
+    monkeypatch.setattr(blocks, "BLOCKS", file)
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    assert evidence.main(["size=quick"]) == 0
+    results = tmp_path / "outputs" / "evidence" / "quick" / "results"
+    runs = read_all(results / "runs")
+    assert [(run.arm, run.seed, len(run.steps)) for run in runs] == [("grpo", 0, 2), ("grpo+replay", 0, 2)]
+    for run in runs:
+        folder = (
+            tmp_path / "outputs/evidence/quick/search" / f"{run.arm}-{run.header['config_hash']}" / "seed0"
+        )
+        steps = pd.DataFrame(map(json.loads, (folder / "steps.jsonl").read_text().splitlines()))
+        assert run.steps["kl/k3"].tolist() == pytest.approx(steps["kl/k3"].tolist(), rel=1e-5)
+        assert run.header["command"][3:5] == ["experiment=search", f"arm={run.arm.replace('+', '_')}"]
+    (table,) = re.findall(r"^\| where routing.*$", (results / "claims.md").read_text(), re.MULTILINE)
+    assert "in 1 regimes" in table and "no test of 1 pair: not tested" in table
+    capsys.readouterr()
+    assert evidence.main(["size=quick"]) == 0
+    assert capsys.readouterr().out.count("done already") == 2
