@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,6 +41,7 @@ from moe_rl.training.groups import Groups, sample_groups
 from moe_rl.training.learner import Learner, make_learner
 from moe_rl.training.nonfinite import CollapseError
 from moe_rl.training.passes import OldPolicy, Plan, old_policy_pass, split
+from moe_rl.training.precision import PRECISIONS, compute_in
 from moe_rl.training.signal import Signal, learning_signal
 from moe_rl.training.update import Update, gradient_update
 
@@ -59,7 +59,7 @@ class DriftOptions:
 
     def check(self) -> None:
         """Raise `ValueError` for options that cannot be."""
-        if self.precision not in (None, "bfloat16"):
+        if self.precision not in PRECISIONS:
             raise ValueError(f"drift.precision={self.precision!r}: expected null or bfloat16")
         if self.resamples < 1:
             raise ValueError(f"drift.resamples={self.resamples}: must be at least 1")
@@ -105,6 +105,8 @@ def measure(
         raise ValueError("the model has no MoE layers, so there is no drift to measure")
     if config.rollout.refill:
         raise ValueError("rollout.refill joins batches of different widths: not when measuring drift")
+    if config.precision is not None:
+        raise ValueError("precision is an option of training: drift is measured in drift.precision")
     if config.intervention.active or config.optim.epochs != 1 or config.rollout.length_schedule:
         raise ValueError(
             "intervention, optim.epochs and rollout.length_schedule are options of training: drift is "
@@ -112,7 +114,7 @@ def measure(
         )
     learner = make_learner(lm.model, objective, config)
     task = GuardedTask(task, config.rollout.grading_timeout)
-    with _precision(options.precision, lm.model.device):
+    with compute_in(options.precision, lm.model.device):
         for step in range(1, config.steps):
             rollout = _Rollout.sample(learner, lm, task, step)
             for number in range(1, len(rollout.plan) + 1):
@@ -231,13 +233,6 @@ def prompt_rows(batch: RolloutBatch) -> Tensor:
     rows_BT = batch.attention_mask_BT.bool().clone()
     rows_BT[:, batch.prompt_length - 1 :] = False
     return rows_BT
-
-
-def _precision(name: str | None, device: torch.device) -> AbstractContextManager[object]:
-    if name is None:
-        return nullcontext()
-    # The cache of cast weights would outlive the updates that change them.
-    return torch.autocast(device.type, dtype=getattr(torch, name), cache_enabled=False)
 
 
 def _observed(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_rl.objectives import NORMALISATIONS
 from moe_rl.objectives.mismatch import MismatchCorrection, get_mismatch_correction
+from moe_rl.training.precision import PRECISIONS
 
 
 @dataclass
@@ -265,6 +266,8 @@ class TrainConfig:
     # Record π_old's routing, and the policy's native routing after every update. Without it there is no
     # drift/* and no load/*, and routing is recorded only where replay or the objective needs it.
     measure_drift: bool = True
+    # bfloat16: sampling, passes and updates under autocast; weights and the cold start stay in float32
+    precision: str | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -290,6 +293,8 @@ class TrainConfig:
             raise ValueError(
                 "rollout.refill joins batches of different widths: not with replay.source=rollout"
             )
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}: expected null or bfloat16")
         if self.advantages not in NORMALISATIONS:
             raise ValueError(f"advantages={self.advantages!r}: expected one of {', '.join(NORMALISATIONS)}")
         for name, seed in (("seed", self.seed), ("cold_start.seed", self.cold_start.seed)):

@@ -24,7 +24,7 @@ from moe_rl.training.evaluate import accuracy, held_out
 from moe_rl.training.grading import GuardedTask
 from moe_rl.training.groups import sample_groups
 from moe_rl.training.intervention import intervene
-from moe_rl.training.learner import make_learner
+from moe_rl.training.learner import Learner, make_learner
 from moe_rl.training.measure import (
     PhaseClock,
     masked_mean,
@@ -35,6 +35,7 @@ from moe_rl.training.measure import (
 )
 from moe_rl.training.nonfinite import Evidence, collapse_when_sampling, is_finite
 from moe_rl.training.passes import native_routing, old_policy_pass, split
+from moe_rl.training.precision import compute_in
 from moe_rl.training.signal import learning_signal
 from moe_rl.training.update import Update, gradient_update, metrics_over
 
@@ -58,7 +59,15 @@ def train(
     `ValueError` where objective, replay and model do not go together.
     """
     learner = make_learner(lm.model, objective, config)
-    policy = learner.policy
+    with compute_in(config.precision, lm.model.device):
+        train_with(learner, lm, task, store, title, bar)
+
+
+def train_with(
+    learner: Learner, lm: LanguageModel, task: Task, store: RunStore, title: str, bar: int
+) -> None:
+    """`train` with what the objective needs: from the last checkpoint on, step by step."""
+    policy, config = learner.policy, learner.config
     task = GuardedTask(task, config.rollout.grading_timeout)
     done = resume(learner.trained, learner.optimizer, store)
     if done == 0:

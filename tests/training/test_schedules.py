@@ -1,4 +1,4 @@
-"""Epochs, frozen routers, the sampler's own numerics, query sets, response lengths by step, snapshots."""
+"""Epochs, frozen routers, precision, the sampler's own, query sets, lengths by step, snapshots."""
 
 from dataclasses import replace
 
@@ -50,6 +50,19 @@ def test_the_sampler_has_numerics_of_its_own(tmp_path, fresh, run, config):
     assert lm.model.dtype == torch.float32
     weights = copy_in(lm, torch.bfloat16).model.state_dict()
     assert all(torch.equal(weights[name], t.bfloat16()) for name, t in lm.model.state_dict().items())
+
+
+def test_training_in_bfloat16_keeps_what_is_exact(tmp_path, fresh, run, config):
+    lm = fresh()
+    steps = run(tmp_path / "half", lm, config(steps=2, precision="bfloat16")).steps()
+    whole = run(tmp_path / "whole", fresh(), config(steps=2)).steps()
+    assert lm.model.dtype == torch.float32
+    assert (steps["mismatch/kl_k3"] > 100 * whole["mismatch/kl_k3"].abs()).all()  # decoding rounds, too
+    assert (steps["drift/old"] > 0).all()
+    still = OptimConfig(lr=0.0, minibatches=2)
+    unmoved = run(tmp_path / "still", fresh(), config(steps=1, precision="bfloat16", optim=still))
+    assert unmoved.updates()["ratio/token_max"].tolist() == [1.0, 1.0]
+    assert unmoved.steps()["drift/old"].tolist() == [0.0]
 
 
 def test_response_lengths_by_step(tmp_path, lm, run, config):
