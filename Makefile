@@ -4,13 +4,14 @@ BIN := .venv/bin
 # One torch thread per process: two threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all check bench clean help
+.PHONY: demo test test-all check bench evidence clean help
 
 help:
 	@echo "make demo   train the three arms on a small MoE and write a report (4 to 6 minutes on 2 cores)"
 	@echo "make test   run the tests (make test-all: the slow ones too)"
 	@echo "make check  lint, format and types"
 	@echo "make bench  time recording, training and traces, TRL beside them (about 20 minutes on a quiet machine)"
+	@echo "make evidence size=quick   every suite of docs/evidence.md in small (size=full block=NAME: one block)"
 	@echo "make clean  remove caches and the virtual environment; runs in outputs/ stay"
 
 # torch first and pinned: it must not be resolved again by a package that depends on it.
@@ -51,6 +52,11 @@ check: .venv/installed
 
 bench: .venv/peers
 	$(BIN)/python -m experiments.benchmarks.all
+
+# The paper's figures: quick (minutes, no conclusions), or full in blocks of at most 45 minutes.
+size ?= quick
+evidence: .venv/installed
+	$(BIN)/python -m experiments.evidence size=$(size) $(if $(block),block=$(block))
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
