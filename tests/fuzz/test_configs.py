@@ -55,6 +55,7 @@ def options(hydra_root):
         composed = compose("config", overrides=choice)
         found |= set(leaves(OmegaConf.to_container(composed, resolve=False)))
     assert len(found) > 60
+    found -= {"model.upcycle"}  # OmegaConf itself fails on a mapping for a section that is null
     return sorted(
         found | {"optim.lrr", "nothing", "task.path.x", "model.config.num_expert", "seed.x", "task", "model"}
     )
