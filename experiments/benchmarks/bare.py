@@ -64,7 +64,7 @@ class BareStep:
             records,
         )
         self.prompt_bS, self.prompt_mask_bS = prompt_bS, prompt_mask_bS
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
     def __call__(self) -> int:
         """Response tokens sampled."""

@@ -151,7 +151,7 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model_tensors(lm.model).items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
     for split in (task.train, task.test, task.warmup):
         for index in range(64):

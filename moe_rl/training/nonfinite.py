@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # the sampler imports this module
     from moe_rl.training.signal import Signal
     from moe_rl.training.update import Update
 
-ACTIONS = ("stop", "skip")
 KEPT_BATCHES = 8  # files in nonfinite/; what comes later is an event without a file
 
 

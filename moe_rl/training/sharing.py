@@ -31,7 +31,8 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     mask_BT = torch.ones_like(ids_BT)
     keep_all = model(input_ids=ids_BT[:1, :2], attention_mask=mask_BT[:1, :2], use_cache=True)
     cache = cache_of(keep_all)
-    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+    # a subclass keeps more than the layers say: MiniMax its recurrent states
+    if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
         return False
 
     plain = model(input_ids=ids_BT, attention_mask=mask_BT).logits
@@ -39,7 +40,10 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     batch = RolloutBatch(
         ids_BT, mask_BT, response_BT, torch.zeros_like(response_BT), mask_BT[:, 0].bool(), prompt_length=2
     )
-    packed = forward(model, batch, Native(), Wanted(), share_prompts=True).logits_BNV
+    try:
+        packed = forward(model, batch, Native(), Wanted(), share_prompts=True).logits_BNV
+    except (ValueError, RuntimeError, IndexError, TypeError):
+        return False  # Bloom computes positions from the mask, and expects it to be [B, T]
     continued = model(
         input_ids=ids_BT[:, 2:],
         attention_mask=mask_BT,

@@ -93,6 +93,7 @@ def within(seconds: float | None, function: Callable[..., Result], *arguments: o
         finally:
             _watchdog.disarm()
     except _TimeUp:
+        _watchdog.disarm()  # it may have come in the middle of the first
         raise TimeLimitError(f"no result after {seconds:g} s") from None
     if _watchdog.rang:  # swallowed by the function
         raise TimeLimitError(f"no result after {seconds:g} s")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moe_rl.tasks import Problem, get_task
+from moe_rl.training import time_limit
 from moe_rl.training.border import require_gradable
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.grading import GuardedTask
@@ -49,6 +51,20 @@ def test_a_call_that_hangs_is_interrupted(hangs):
         within(LIMIT_S, hangs)
     assert within(LIMIT_S, math.sqrt, 4.0) == 2.0, "and the next one is not"
     time.sleep(2 * LIMIT_S)  # nothing rings after a call has ended
+
+
+def test_a_signal_between_the_calls_end_and_the_disarming_leaves_no_deadline(monkeypatch):
+    disarm = time_limit._watchdog.disarm
+
+    def signal_comes_first():
+        monkeypatch.setattr(time_limit._watchdog, "disarm", disarm)
+        raise time_limit._TimeUp
+
+    monkeypatch.setattr(time_limit._watchdog, "disarm", signal_comes_first)
+    with pytest.raises(TimeLimitError):
+        within(60.0, len, "")
+    assert time_limit._watchdog.deadline is None, "it would ring in the middle of the training that follows"
+    assert signal.getitimer(time_limit.TIMER) == (0.0, 0.0)
 
 
 def test_errors_of_the_call_pass():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MiniMaxConfig, MixtralConfig
 
 from moe_rl.objectives import get_objective
 from moe_rl.routing import RoutingTrace, expert_change, record_routing
@@ -178,6 +178,17 @@ def test_models_that_would_give_something_else_do_not_share(lm):
         MixtralConfig(**sizes, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     ).eval()
     assert not can_share_prompts(stretched), "its positions depend on the length"
+
+
+def test_models_that_fail_on_a_packed_forward_do_not_share():
+    sizes = dict(vocab_size=16, hidden_size=32, num_attention_heads=2)
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(**sizes, n_layer=1)).eval()
+    assert not can_share_prompts(bloom), "it computes its positions from a mask [B, T]"
+    minimax = MiniMaxConfig(
+        **sizes, intermediate_size=16, num_hidden_layers=2, num_key_value_heads=1, head_dim=16,
+        num_local_experts=4, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    assert not can_share_prompts(AutoModelForCausalLM.from_config(minimax).eval()), "it has recurrent states"
 
 
 def test_a_model_whose_rows_depend_on_each_other_does_not_share(lm):
