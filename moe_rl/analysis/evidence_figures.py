@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
@@ -160,9 +161,14 @@ def clip_grid(runs: Runs) -> Figure | None:
         for arm, by_scale in cells.items():
             points = {x: summary_of(group, measure) for x, group in sorted(by_scale.items())}
             _error_bars(ax, list(points), list(points.values()), look[arm], arm)
+        scales = sorted({x for by_scale in cells.values() for x in by_scale})
         ax.set_xscale("log")
+        ax.set_xticks(scales, [f"{x:g}" for x in scales])
+        ax.set_xticks([], minor=True)
         ax.legend(frameon=False, fontsize=8.5)
-    left.set_yscale("symlog", linthresh=1e-5)
+    if all(mean_of("clip_frac/token")(run) > 0 for run in runs):
+        left.set_yscale("log")
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.tight_layout()
     return figure
 
