@@ -32,17 +32,18 @@ class Block:
     treatments: tuple[Overrides, ...] = ()
 
     def commands(self, output: Path) -> Iterator[Overrides]:
-        """The overrides of every sweep, seeds outermost."""
+        """The overrides of every sweep, pairs of seeds outermost: a sweep has a run for either core."""
         where = [f"output={output}"]
         if self.from_suite is None:
-            for seed in self.seeds:
+            for first in range(0, len(self.seeds), 2):
+                seeds = ",".join(map(str, self.seeds[first : first + 2]))
                 for sweep in self.sweeps:
-                    yield [*sweep, f"seed={seed}", *where]
+                    yield [*sweep, f"seed={seeds}", *where]
             return
         for run in collapsed_runs(output / self.from_suite, self.at_most):
-            for start in starts(run):
-                for treatment in self.treatments:
-                    yield [*continued(run), f"model.path={start}", *treatment, *where]
+            models = ",".join(map(str, starts(run)))
+            for treatment in self.treatments:
+                yield [*continued(run), f"model.path={models}", *treatment, *where]
 
 
 def read_blocks(size: str) -> dict[str, Block]:

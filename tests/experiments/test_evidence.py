@@ -60,13 +60,13 @@ def test_blocks_fit_their_time_and_seeds_are_fresh():
     }  # fmt: skip
 
 
-def test_seeds_go_outermost_and_runs_are_counted(tmp_path):
-    block = Block("b", "search", 1, seeds=(4, 5), sweeps=(["a=1,2", "b={x: 1, y: 2}"], ["c=3"]))
+def test_pairs_of_seeds_go_outermost_and_runs_are_counted(tmp_path):
+    block = Block("b", "search", 1, seeds=(4, 5, 6), sweeps=(["a=1,2", "b={x: 1, y: 2}"], ["c=3"]))
     assert list(block.commands(tmp_path)) == [
-        ["a=1,2", "b={x: 1, y: 2}", "seed=4", f"output={tmp_path}"],
-        ["c=3", "seed=4", f"output={tmp_path}"],
-        ["a=1,2", "b={x: 1, y: 2}", "seed=5", f"output={tmp_path}"],
-        ["c=3", "seed=5", f"output={tmp_path}"],
+        ["a=1,2", "b={x: 1, y: 2}", "seed=4,5", f"output={tmp_path}"],
+        ["c=3", "seed=4,5", f"output={tmp_path}"],
+        ["a=1,2", "b={x: 1, y: 2}", "seed=6", f"output={tmp_path}"],
+        ["c=3", "seed=6", f"output={tmp_path}"],
     ]
     assert [evidence.runs_of(sweep) for sweep in block.sweeps] == [2, 1]
     assert "fig1_sort        fig1_sort        32 runs" in evidence.listing()
@@ -107,8 +107,9 @@ def test_recovery_starts_from_the_end_and_from_well_before_the_collapse(tmp_path
         "r", "recovery", 1, from_suite="fig1_sort", at_most=3, treatments=([], ["task.min_length=6"])
     )
     sweeps = list(block.commands(tmp_path))
-    assert len(sweeps) == 4 and sweeps[1][-3:] == [
-        f"model.path={collapsed / 'final'}", "task.min_length=6", f"output={tmp_path}",
+    models = f"model.path={collapsed / 'final'},{collapsed / 'snapshots' / 'step_8'}"
+    assert [sweep[4:] for sweep in sweeps] == [
+        [models, f"output={tmp_path}"], [models, "task.min_length=6", f"output={tmp_path}"],
     ]  # fmt: skip
     assert list(block.commands(tmp_path / "none")) == []
 
@@ -118,9 +119,9 @@ def test_a_block_stops_when_its_time_is_up(monkeypatch, capsys, tmp_path):
     clock = iter([0.0, 1.0, 2.0, evidence.LIMIT_S + 1])
     monkeypatch.setattr(evidence, "train", lambda overrides: ran.append(overrides) or len(ran) == 1)
     monkeypatch.setattr(evidence.time, "monotonic", lambda: next(clock))
-    block = Block("b", "search", 1, seeds=(0, 1, 2), sweeps=(["a=1"],))
+    block = Block("b", "search", 1, seeds=(0, 1, 2, 3, 4), sweeps=(["a=1"],))
     assert evidence.run_block(block, tmp_path) == 1  # of two sweeps one failed
-    assert len(ran) == 2 and "up after 2 of 3 sweeps" in capsys.readouterr().out
+    assert len(ran) == 2 and "time is up after 2 of 3 sweeps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
