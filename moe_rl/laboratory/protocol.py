@@ -201,18 +201,7 @@ class _Rollout:
             lm, task, config.rollout, config.seed, step, record=True, share_prompts=learner.share_prompts
         )
         plan = split(len(groups.batch), config.optim.minibatches, config.optim.microbatch)
-        old = old_policy_pass(
-            learner.policy,
-            groups.batch,
-            plan,
-            config.rollout.temperature,
-            moe=learner.records_routing,
-            value_head=learner.value_head,
-            router_scores="router_shift_BT" in learner.needs,
-            share_prompts=learner.share_prompts,
-            replay=config.replay,
-            rollout_trace=groups.trace if config.replay.source == "rollout" else None,
-        )
+        old = old_policy_pass(learner, groups, plan)
         return _Rollout(step, groups, plan, old, learning_signal(learner, groups, old, plan))
 
     def update(self, learner: Learner, number: int) -> Update:

@@ -6,16 +6,14 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from moe_rl.models import ValueHead
-from moe_rl.objectives import Objective, router_shift
+from moe_rl.objectives import Objective
 from moe_rl.routing.routers import find_routers, has_routers, router_parameters
 from moe_rl.training.border import check_model, check_together
 from moe_rl.training.config import TrainConfig
-from moe_rl.training.passes import OldPolicy
-from moe_rl.training.policy import Scores, router_logp
 from moe_rl.training.sharing import can_share_prompts
 
 # Where each keyword tensor of an objective comes from.
@@ -93,17 +91,3 @@ def needed_tensors(objective: Objective) -> frozenset[str]:
             f"objective {type(objective).__name__} needs {sorted(unknown)}, which the loop lacks"
         )
     return frozenset(needs)
-
-
-def tensors_of_forward(scores: Scores, old: OldPolicy, rows: slice) -> dict[str, Tensor]:
-    """The keyword tensors that the update's own forward on these rows was asked for."""
-    found: dict[str, Tensor] = {}
-    if scores.entropy_BT is not None:
-        found["entropy_BT"] = scores.entropy_BT
-    if scores.values_BT is not None:
-        found["values_BT"] = scores.values_BT
-    router_logits = scores.passed.router_logits
-    if router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
-        new_BTLK = router_logp(router_logits, old.trace[rows])
-        found["router_shift_BT"] = router_shift(old.router_logp_BTLK[rows], new_BTLK)
-    return found

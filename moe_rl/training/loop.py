@@ -104,18 +104,7 @@ def train_with(
         # advantages Â_i = (r_i - mean r) / std r (Eq. 3) and what else the objective asks for.
         plan = split(len(batch), config.optim.minibatches, config.optim.microbatch)
         with clock("old_policy"):
-            old = old_policy_pass(
-                policy,
-                batch,
-                plan,
-                config.rollout.temperature,
-                moe=learner.records_routing,
-                value_head=learner.value_head,
-                router_scores="router_shift_BT" in learner.needs,
-                share_prompts=learner.share_prompts,
-                replay=config.replay,
-                rollout_trace=groups.trace,
-            )
+            old = old_policy_pass(learner, groups, plan)
             done_to_it: dict[str, float] = {}
             if config.intervention.active:
                 old, done_to_it = intervene(learner, batch, old, plan, step)
@@ -125,18 +114,19 @@ def train_with(
         # routing on the whole batch against π_old's and against the policy just before the update (§5.3).
         updates: list[Update] = []
         evidence = Evidence(store, step, groups, old, signal)
-        routing, on_response = old.trace, batch.routing_rows_BT
+        on_response = batch.routing_rows_BT
+        old_routing = last = None if old.trace is None else old.trace.where(on_response)
         for minibatch in plan * config.optim.epochs:
             before = (step - 1) * len(plan) * config.optim.epochs + len(updates)
             with clock("update"):
                 update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
-            if config.measure_drift and update.finite and old.trace is not None and routing is not None:
+            if config.measure_drift and update.finite and old_routing is not None and last is not None:
                 with clock("drift"):
-                    new = native_routing(policy, batch, plan, learner.share_prompts)
-                    last, routing = routing, new.where(on_response)
-                    update.since_old = expert_change(old.trace.where(on_response), routing)
-                    update.since_last = expert_change(last.where(on_response), routing)
+                    new = native_routing(policy, batch, plan, learner.share_prompts).where(on_response)
+                    update.since_old = expert_change(old_routing, new)
+                    update.since_last = expert_change(last, new)
+                    last = new
             store.log("updates", {"step": step, "update": len(updates)} | update.metrics())
             if not update.finite:
                 evidence.record(update, len(updates), config.optim.nonfinite)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_rl.models import ValueHead
 from moe_rl.routing import RoutingTrace, Threshold
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import ReplayConfig
 from moe_rl.training.forward import Forced, Native, Wanted, forward
+from moe_rl.training.groups import Groups
+from moe_rl.training.learner import Learner
 from moe_rl.training.policy import router_logp, score
 
 Plan = list[list[slice]]  # mini-batches of micro-batches of rows
@@ -55,55 +57,34 @@ class OldPolicy:
 
 
 @torch.no_grad()
-def old_policy_pass(
-    policy: PreTrainedModel,
-    batch: RolloutBatch,
-    plan: Plan,
-    temperature: float,
-    *,
-    moe: bool,
-    value_head: ValueHead | None = None,
-    router_scores: bool = False,
-    share_prompts: bool = False,
-    replay: ReplayConfig,
-    rollout_trace: RoutingTrace | None = None,
-) -> OldPolicy:
+def old_policy_pass(learner: Learner, groups: Groups, plan: Plan) -> OldPolicy:
     """π_old before the updates, by the training forward: what it scores, and its native routing.
 
     Under R3 log-probabilities, values and router scores are on the sampler's experts, as those of the updates
     will be; `trace` and entropy stay native.
     """
-    keep_weights = replay.variant == "old_weights"
-    recorded = Native(record=moe, weights=keep_weights)
+    batch, replay = groups.batch, learner.config.replay
+    recorded = Native(record=learner.records_routing, weights=replay.variant == "old_weights")
     forced = None
-    if replay.source == "rollout" and rollout_trace is not None:
-        forced = what_is_forced(replay, rollout_trace, batch)
+    if replay.source == "rollout" and groups.trace is not None:
+        forced = what_is_forced(replay, groups.trace, batch)
+    scores_of = partial(
+        score,
+        learner.policy,
+        temperature=learner.config.rollout.temperature,
+        value_head=learner.value_head,
+        router_logits="router_shift_BT" in learner.needs,
+        share_prompts=learner.share_prompts,
+    )
     logps, entropies, values, traces, gate_weights, router_logps = [], [], [], [], [], []
     for rows in flat(plan):
-        part = score(
-            policy,
-            batch[rows],
-            temperature,
-            routing=recorded,
-            entropy=True,
-            value_head=value_head,
-            router_logits=router_scores,
-            share_prompts=share_prompts,
-        )
+        part = scores_of(batch[rows], routing=recorded, entropy=True)
         entropies.append(part.entropy_BT)
         if part.passed.native is not None:
             traces.append(part.passed.native)
             gate_weights.append(part.passed.gate_weights_BTLK)
         if forced is not None:
-            part = score(
-                policy,
-                batch[rows],
-                temperature,
-                routing=forced[rows],
-                value_head=value_head,
-                router_logits=router_scores,
-                share_prompts=share_prompts,
-            )
+            part = scores_of(batch[rows], routing=forced[rows])
         if part.passed.router_logits is not None:
             router_logps.append(router_logp(part.passed.router_logits, traces[-1]))
         logps.append(part.logp_BT)

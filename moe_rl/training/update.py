@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.objectives import router_shift
 from moe_rl.objectives.mismatch import off_policy_sequence_mask
 from moe_rl.routing import expert_change
 from moe_rl.routing.drift import ExpertChange
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import MismatchConfig
 from moe_rl.training.forward import Forced, Native
-from moe_rl.training.learner import Learner, tensors_of_forward
+from moe_rl.training.learner import Learner
 from moe_rl.training.measure import drift_metrics
 from moe_rl.training.passes import OldPolicy
-from moe_rl.training.policy import score
+from moe_rl.training.policy import Scores, router_logp, score
 from moe_rl.training.signal import Signal
 
 
@@ -135,6 +136,20 @@ def gradient_update(
     if overridden:
         update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
     return update
+
+
+def tensors_of_forward(scores: Scores, old: OldPolicy, rows: slice) -> dict[str, Tensor]:
+    """The keyword tensors that the update's own forward on these rows was asked for."""
+    found: dict[str, Tensor] = {}
+    if scores.entropy_BT is not None:
+        found["entropy_BT"] = scores.entropy_BT
+    if scores.values_BT is not None:
+        found["values_BT"] = scores.values_BT
+    router_logits = scores.passed.router_logits
+    if router_logits is not None and old.trace is not None and old.router_logp_BTLK is not None:
+        new_BTLK = router_logp(router_logits, old.trace[rows])
+        found["router_shift_BT"] = router_shift(old.router_logp_BTLK[rows], new_BTLK)
+    return found
 
 
 @torch.no_grad()

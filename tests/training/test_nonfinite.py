@@ -113,7 +113,7 @@ def test_a_skipped_update_leaves_weights_and_moments_as_if_it_had_not_been_taken
         learner = make_learner(lm.model, get_objective("grpo"), config(optim=optim))
         groups = loop.sample_groups(lm, ones_task, learner.config.rollout, 0, 1)
         plan = split(len(groups.batch), 4, None)
-        old = old_policy_pass(lm.model, groups.batch, plan, 1.0, moe=True, replay=learner.config.replay)
+        old = old_policy_pass(learner, groups, plan)
         if poisoned is not None:
             groups.rewards_PG[poisoned, 0] = math.nan
         signal = learning_signal(learner, groups, old, plan)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_rl.objectives import OBJECTIVES, get_objective
+from moe_rl.objectives import OBJECTIVES, get_objective, router_shift
 from moe_rl.routing import record_routing
 from moe_rl.store import RunStore
 from moe_rl.training.border import check_together
 from moe_rl.training.config import MismatchConfig, OptimConfig, ReplayConfig, RolloutConfig
-from moe_rl.training.learner import make_learner, needed_tensors, router_shift
+from moe_rl.training.learner import make_learner, needed_tensors
 from moe_rl.training.policy import router_logp, score
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
@@ -235,9 +235,9 @@ def test_values_and_router_scores_of_r3_are_on_the_samplers_experts(
     tmp_path, fresh, run, config, monkeypatch
 ):
     """γ at a first update is 1 whatever the sampler routed: old and new scores see the same experts."""
-    from moe_rl.training import groups, learner
+    from moe_rl.training import groups, update
 
-    sample, shift, gammas = groups.sample_and_grade, learner.router_shift, []
+    sample, shift, gammas = groups.sample_and_grade, update.router_shift, []
 
     def sampled(*args, **kwargs):
         found = sample(*args, **kwargs)
@@ -249,7 +249,7 @@ def test_values_and_router_scores_of_r3_are_on_the_samplers_experts(
         return gammas[-1]
 
     monkeypatch.setattr(groups, "sample_and_grade", sampled)
-    monkeypatch.setattr(learner, "router_shift", shifted)
+    monkeypatch.setattr(update, "router_shift", shifted)
     run(tmp_path / "run", fresh(), config(steps=1, replay=ReplayConfig("rollout")), "rspo")
     assert gammas[0].min().item() == 1.0
     assert gammas[1].min().item() < 1.0

@@ -131,10 +131,7 @@ def test_every_pass_of_a_step_packs_alike(lm, ones_task, config, source):
     assert learner.share_prompts
     groups = sample_groups(lm, ones_task, options.rollout, 0, 1, record=True, share_prompts=True)
     plan = split(len(groups.batch), 2, None)
-    old = old_policy_pass(
-        lm.model, groups.batch, plan, 1.0, moe=True, share_prompts=True, replay=options.replay,
-        rollout_trace=groups.trace,
-    )  # fmt: skip
+    old = old_policy_pass(learner, groups, plan)
     again = native_routing(lm.model, groups.batch, plan, share_prompts=True)
     assert expert_change(old.trace, again).experts == 0
     rows = plan[0][0]
