@@ -5,7 +5,8 @@ Metadata `moe_rl.routing_trace` is a JSON header; the tensors are
     experts   uint8 [bytes]: of every sequence its valid rows, layer by layer, from a whole byte on. A row of
               a layer is K ids of ⌈log2 E⌉ bits in the router's order, or the rank of its set (`SubsetCode`)
     valid     uint8 [B, ⌈T / 8⌉]: validity, bit t % 8 of byte t // 8
-    checksum  uint32 [B]: CRC-32 of header, validity, token hash and experts of every sequence
+    checksum  uint32 [B]: CRC-32 of header, validity, token hash and experts of every sequence; of a trace
+              without sequences uint32 [1], of its header
     token_hash  int64 [B], where the trace has one
 
 Rows that are not valid cost their validity bit, and are zeros when read.
@@ -116,6 +117,7 @@ def write_trace(trace: RoutingTrace, path: Path, ordered: bool) -> None:
         packed.append(code.pack(rows_NLK.flatten(0, 1).numpy()))
     text = json.dumps(header, separators=(",", ":"))
     checksums = [_checksum(text, tensors["valid"][b], hash_B, b, packed[b + 1]) for b in range(B)]
+    checksums = checksums or [zlib.crc32(text.encode())]
     tensors |= {"experts": np.concatenate(packed), "checksum": np.array(checksums, np.uint32)}
     if hash_B is not None:
         tensors["token_hash"] = hash_B
@@ -192,7 +194,9 @@ class TraceFile:
         self.weights_version: int | None = header["weights_version"]
         self._code = RowCode(self.num_experts, self.top_k, self.ordered)
         self._bits_BT = self._tensor("valid", (B, -(-T // 8)), np.uint8)
-        self._checksum_B = self._tensor("checksum", (B,), np.uint32)
+        self._checksum_B = self._tensor("checksum", (max(B, 1),), np.uint32)
+        if B == 0 and zlib.crc32(self._text.encode()) != self._checksum_B[0]:
+            raise RoutingError(f"{self.path} is damaged: the checksum of its header does not match")
         hashed = "token_hash" in self._file.keys()  # noqa: SIM118, not a dict
         self._hash_B = self._tensor("token_hash", (B,), np.int64) if hashed else None
         self.valid = torch.from_numpy(

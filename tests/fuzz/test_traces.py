@@ -120,6 +120,22 @@ def test_every_bit_and_every_length(tmp_path, record_property, ordered):
     assert refused > 0.97 * 9 * len(good)
 
 
+def test_a_flipped_header_of_a_trace_without_sequences(tmp_path):
+    """No sequence is read whose checksum would cover the header."""
+    path = tmp_path / "trace"
+    trace = RoutingTrace(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.ones(0, 3) > 0, (1, 3), 8)
+    trace.save(path)
+    good, refused = path.read_bytes(), 0
+    for at in range(len(good)):
+        for bit in (0, 1):  # a digit becomes another
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+            try:
+                assert same(RoutingTrace.load(path), trace)
+            except RoutingError:
+                refused += 1
+    assert refused > 0.97 * 2 * len(good)
+
+
 @pytest.mark.parametrize(
     "change", [{"num_experts": 1 << 30}, {"num_experts": 60_000, "top_k": 30_000}, "[" * 100_000]
 )
