@@ -6,6 +6,8 @@
     evals.jsonl         one record an evaluation         events.jsonl    restarts, repairs, old failures
     checkpoints/        step-00000020/{model,optimizer}.safetensors, state.json, SHA256SUMS
     DONE | FAILED       JSON summary of a finished run | what failed in one line, and the traceback
+    final/              the trained model             snapshots/      models of earlier steps, where asked for
+    content.txt         digest of the weights, tokenizer and problems that the run began with
     nonfinite/          batches of updates that were not finite
     run.lock, run.pid   held while a process writes
 

@@ -78,7 +78,8 @@ def forward(
 ) -> Passed:
     """One forward of `model` on a batch, under the given routing.
 
-    With `share_prompts`, rows that share a prompt are packed behind one copy of it, where that is cheaper.
+    With `share_prompts`, rows that share a prompt are packed behind one copy of it, where that is cheaper. Not
+    with router logits: transformers computes its auxiliary loss along with them, and not under a packed mask.
     """
     ids, mask, positions = batch.input_ids_BT, batch.attention_mask_BT, batch.position_ids_BT
     keep = ids.shape[1] - batch.prompt_length + 1
@@ -123,7 +124,7 @@ def forward(
     return Passed(
         None if logits is None else packing.unpack_scoring(logits),
         None if hidden is None else packing.unpack_scoring(hidden),
-        None if router_logits is None else tuple(packing.unpack(scores) for scores in router_logits),
+        None,
         native,
         used,
         None if weights_BTLK is None or used is None

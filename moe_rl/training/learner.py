@@ -75,7 +75,6 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
         weight_decay=config.optim.weight_decay,
         fused=True,  # as transformers' Trainer; one by one, small parameters cost their calls
     )
-    # transformers computes its auxiliary loss along with router logits, and not under a packed mask
     share = "router_shift_BT" not in needs and can_share_prompts(policy)
     return Learner(policy, objective, config, needs, moe, share, reference, value_head, trained, optimizer)
 
