@@ -42,9 +42,11 @@ class ReasoningGym:
     `options` go to the family's config, and say its difficulty; `warmup_options` change some of them for the
     cold start. `extract` says which part of a response is the answer: "text" all of it, "line" what follows
     the last "Answer:", "tag" what the last <answer>...</answer> holds; the last two ask for it in the prompt,
-    and nothing found is a reward of 0. `solution` is the key in a family's metadata (gsm_symbolic:
-    answer_cot) of a worked solution, for cold starts to imitate in front of the answer. A score in [0, 1]
-    from `threshold` on is a reward of 1. `size` is the number of items drawn from; a few families (acre,
+    and nothing found is a reward of 0. `format_reward` is that of a wrong answer given as asked (DeepSeek-R1,
+    2501.12948 §2.2.2): without it, a model that is rarely right has nothing to learn from. It counts in every
+    mean reward, an accuracy included. `solution` is the key in a family's metadata (gsm_symbolic: answer_cot)
+    of a worked solution, for cold starts to imitate in front of the answer. A score in [0, 1] from
+    `threshold` on is a reward of 1. `size` is the number of items drawn from; a few families (acre,
     word_ladder) need a lower one.
 
     Raises ValueError for an unknown family or option, and for a family whose scorer pays for junk;
@@ -56,6 +58,7 @@ class ReasoningGym:
     warmup_options: dict[str, Any] = field(default_factory=dict)
     extract: str = "text"
     solution: str | None = None
+    format_reward: float = 0.0
     threshold: float = 1.0
     size: int = 100_000
 
@@ -65,6 +68,13 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         if self.extract not in FORMATS:
             raise ValueError(f"extract must be one of {', '.join(FORMATS)}, got {self.extract!r}")
+        if self.format_reward and self.extract == "text":
+            raise ValueError(
+                f"format_reward={self.format_reward}: with extract=text there is no format to pay for; use "
+                "line or tag"
+            )
+        if not 0 <= self.format_reward < 1:
+            raise ValueError(f"format_reward must lie in [0, 1), got {self.format_reward}")
         if self.solution is not None and self.extract == "text":
             raise ValueError(
                 f"solution={self.solution!r} puts text in front of the answer: it needs extract=line or tag"
@@ -95,12 +105,16 @@ class ReasoningGym:
         return problem
 
     def reward(self, problem: Problem, response_text: str) -> float:
-        """1.0 where the family scores the extracted answer at `threshold` or more, else 0.0.
+        """1.0 where the family scores the extracted answer at `threshold` or more; else `format_reward`
+        where there is an answer, 0.0 where there is none.
 
         Raises what the family's scorer raises on a text that it did not expect.
         """
         found = re.fullmatch(FORMATS[self.extract][2], response_text, re.DOTALL)
-        return 0.0 if found is None else float(self._score(found[1].strip(), problem) >= self.threshold)
+        answer = "" if found is None else found[1].strip()
+        if found is not None and self._score(answer, problem) >= self.threshold:
+            return 1.0
+        return self.format_reward if answer else 0.0
 
     def default_tokenizer(self) -> PreTrainedTokenizerFast:
         """BPE with single digits, trained on cold-start and RL problems, never on test problems."""

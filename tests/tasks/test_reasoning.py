@@ -248,3 +248,18 @@ def test_solutions_that_cannot_be():
         get_task("reasoning_gym", family="gsm_symbolic", solution="answer_cot")
     with pytest.raises(ValueError, match=r"chain_sum has no metadata 'cot' .* it has .*difficulty"):
         get_task("reasoning_gym", family="chain_sum", extract="line", solution="cot")
+
+
+def test_a_wrong_answer_in_the_format_asked_for_can_be_paid():
+    needs_the_library()
+    task = get_task("reasoning_gym", family="gsm_symbolic", extract="line", format_reward=0.1)
+    problem = task.train(0)
+    wrong = float(problem.metadata["answer"]) + 1
+    assert task.reward(problem, problem.answer) == 1.0
+    assert task.reward(problem, f"So it is.\nAnswer: {wrong}") == 0.1
+    for nothing in ("", f"It is {wrong}", "Answer:", "Answer: \n"):
+        assert task.reward(problem, nothing) == 0.0
+    with pytest.raises(ValueError, match="no format to pay for"):
+        get_task("reasoning_gym", family="gsm_symbolic", format_reward=0.1)
+    with pytest.raises(ValueError, match=r"in \[0, 1\), got 1"):
+        get_task("reasoning_gym", family="gsm_symbolic", extract="line", format_reward=1)
