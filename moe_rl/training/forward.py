@@ -78,7 +78,7 @@ def forward(
 ) -> Passed:
     """One forward of `model` on a batch, under the given routing.
 
-    With `share_prompts`, rows that share a prompt are packed behind one copy of it, where that is cheaper. Not
+    With `share_prompts` rows that share a prompt are packed behind one copy of it, where that is cheaper; not
     with router logits: transformers computes its auxiliary loss along with them, and not under a packed mask.
     """
     ids, mask, positions = batch.input_ids_BT, batch.attention_mask_BT, batch.position_ids_BT
