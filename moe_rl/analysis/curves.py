@@ -57,7 +57,7 @@ def layer_curves(members: Iterable[Member], column: str) -> pd.DataFrame:
             continue
         values_L = np.mean(member.steps[column].dropna().tolist(), axis=0)
         layers = member.run.summary.get("layer_ids") or ()
-        names = layers if len(set(layers)) == len(values_L) else range(len(values_L))
+        names = layers if len(layers) == len(set(layers)) == len(values_L) else range(len(values_L))
         parts.append(_rows(member, names, values_L))
     return _join(parts)
 

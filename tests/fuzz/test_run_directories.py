@@ -11,7 +11,7 @@ import yaml
 from hypothesis import strategies as st
 
 from moe_rl.analysis.comparison import compare
-from moe_rl.analysis.curves import bands
+from moe_rl.analysis.curves import bands, layer_curves
 from moe_rl.analysis.figures import RECIPES
 from moe_rl.analysis.report import write_report
 from moe_rl.analysis.tables import arm_table, difference_table, run_table
@@ -227,3 +227,13 @@ def test_damage_is_named(good, tmp_path, name, change, message):
     with pytest.raises(StoreError) as caught:
         analysed(tmp_path / "runs")
     assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_layer_numbers_that_do_not_fit_give_way_to_the_order_of_execution(good, tmp_path):
+    """One doubled line of DONE names three layers where two were measured."""
+    shutil.copytree(good, tmp_path / "runs")
+    file = tmp_path / "runs" / "grpo" / "seed0" / "DONE"
+    file.write_text(file.read_text().replace("    1,\n", "    1,\n    1,\n"))
+    (comparison,) = compare(find_runs(tmp_path / "runs"))
+    curves = layer_curves(comparison.of("grpo"), "drift/old_by_layer")
+    assert curves["x"].tolist() == [0, 1, 1, 3]
