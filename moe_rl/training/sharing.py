@@ -11,13 +11,17 @@ from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.forward import Native, Wanted, forward
 from moe_rl.training.prefix import cache_of, read_once
 
-TOLERANCE = 1e-3  # nats; rounding in float32 leaves less than a hundredth of it
+TOLERANCE = 1e-3  # of what another prompt changes; rounding in float32 leaves less than a tenth of it
 BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that change with the length of the whole sequence
 
 
 @torch.no_grad()
 def can_share_prompts(model: PreTrainedModel) -> bool:
     """Whether prompts may be read once, packed in training and cached in sampling; tried on a few tokens.
+
+    Every log-probability must be that of separate rows to within `TOLERANCE` of the largest change that
+    another first token of the prompt makes: so that a model hardly initialised, whose logits all but ignore
+    what it reads, is held to as much as a trained one.
 
     False for layers that keep no cache of every row or attend by more than a mask (sliding windows, recurrent
     states, attention kernels without a mask), for position embeddings that depend on the length, and for
@@ -35,7 +39,10 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
         return False
 
-    plain = model(input_ids=ids_BT, attention_mask=mask_BT).logits
+    other_BT = ids_BT.clone()
+    other_BT[:, 0] = ids_BT[0, 2]
+    plain, other = (model(input_ids=ids, attention_mask=mask_BT).logits for ids in (ids_BT, other_BT))
+    limit = TOLERANCE * _difference(plain[:, 1:], other[:, 1:])
     response_BT = torch.tensor([0.0, 0.0, 1.0, 1.0], device=model.device).expand(3, 4)
     batch = RolloutBatch(
         ids_BT, mask_BT, response_BT, torch.zeros_like(response_BT), mask_BT[:, 0].bool(), prompt_length=2
@@ -52,7 +59,8 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
         **read_once(model, ids_BT[:, :2], mask_BT[:, :2]),
     ).logits
     assert packed is not None
-    return _close(packed, plain[:, 1:3]) and _close(continued, plain[:, 2:])
+    differences = _difference(packed, plain[:, 1:3]), _difference(continued, plain[:, 2:])
+    return all(difference < limit for difference in differences)
 
 
 def _rope_types(config: object) -> set[object]:
@@ -62,6 +70,6 @@ def _rope_types(config: object) -> set[object]:
     return {part.get("rope_type") for part in parts}
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    difference = one.double().log_softmax(-1) - other.double().log_softmax(-1)
-    return bool(difference.abs().max() <= TOLERANCE)
+def _difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference of a log-probability, nats."""
+    return (one.double().log_softmax(-1) - other.double().log_softmax(-1)).abs().max().item()
