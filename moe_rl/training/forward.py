@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.routing import OldWeights, RoutingTrace, Threshold, record_routing, replay_routing
@@ -152,6 +152,5 @@ def _packed(routing: Native | Forced, packing: Packing) -> Native | Forced:
 
 def _unpacked(trace: RoutingTrace, packing: Packing, batch: RolloutBatch) -> RoutingTrace:
     """The trace of packed rows, for the whole sequences; the last column has no slot and no routing."""
-    has_slot_BT = batch.attention_mask_BT.bool()
-    has_slot_BT[:, -1] = False
+    has_slot_BT = nn.functional.pad(batch.attention_mask_BT[:, :-1].bool(), (0, 1))
     return trace.gather(packing.place_BT).where(has_slot_BT)
