@@ -81,7 +81,8 @@ class RunStore:
             _require_same(read_config(config_file), config, config_file)
         for leftover in self.path.glob(".*.tmp"):  # of whole-file writes
             if leftover.is_file():
-                leftover.unlink()
+                with writing(leftover):
+                    leftover.unlink()
         recover_all(self.path / "checkpoints")
         for stream in STREAMS:
             drop_torn_line(self._stream(stream))
@@ -93,7 +94,8 @@ class RunStore:
         failed = self.path / "FAILED"
         if failed.exists():
             self.event("earlier_failure", text=failed.read_text(encoding="utf-8", errors="replace"))
-            failed.unlink()
+            with writing(failed):
+                failed.unlink()
 
     def log(self, stream: Stream, record: dict[str, Any]) -> None:
         """Append one record to `<stream>.jsonl`; NaN and Infinity are kept."""

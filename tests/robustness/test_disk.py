@@ -1,5 +1,6 @@
 """Full disks and folders that cannot be written: one clear line, and nothing that was good is lost."""
 
+import errno
 import os
 import re
 import shutil
@@ -142,6 +143,24 @@ def test_a_run_directory_without_write_permission(small_run, tmp_path):
         directory.chmod(0o755)
     assert re.search(r"failed: \S*seed0 cannot be written \(Permission denied\)", failure(ended))
     assert ended.phases == [], "nothing was computed"
+
+
+@pytest.mark.parametrize("name", [".steps.jsonl.tmp", "FAILED"])
+def test_what_an_earlier_try_left_and_cannot_be_removed(tmp_path, monkeypatch, name):
+    with RunStore.open(tmp_path, {"seed": 0}, {"python": ""}):
+        pass
+    (tmp_path / name).write_text("planted")
+    unlink = Path.unlink
+
+    def refused(path: Path, **options: bool) -> None:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    message = rf"{re.escape(name)} cannot be written \(Permission denied\): make it writable"
+    with pytest.raises(StoreError, match=message):
+        RunStore.open(tmp_path, {"seed": 0}, {"python": ""})
 
 
 def test_the_first_error_is_not_lost_behind_a_failed_that_cannot_be_written(disk):
