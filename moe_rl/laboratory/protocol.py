@@ -197,9 +197,7 @@ class _Rollout:
     def sample(learner: Learner, lm: LanguageModel, task: Task, step: int) -> _Rollout:
         """The loop's own steps from prompts to advantages, with the sampler's routing recorded."""
         config = learner.config
-        groups = sample_groups(
-            lm, task, config.rollout, config.seed, step, record=True, share_prompts=learner.share_prompts
-        )
+        groups = sample_groups(learner, lm, task, step, record=True)
         plan = split(len(groups.batch), config.optim.minibatches, config.optim.microbatch)
         old = old_policy_pass(learner, groups, plan)
         return _Rollout(step, groups, plan, old, learning_signal(learner, groups, old, plan))

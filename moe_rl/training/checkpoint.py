@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moe_rl.store import RunStore
+from moe_rl.models import LanguageModel
+from moe_rl.store import RunStore, whole_directory
+
+if TYPE_CHECKING:  # the border, which a learner passes, reads this module
+    from moe_rl.training.learner import Learner
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -52,6 +57,17 @@ def restore_optimizer(
         name, key = full_name.split("|")
         parameter = parameters[name]
         optimizer.state[parameter][key] = value.to(parameter.device)
+
+
+def save(learner: Learner, lm: LanguageModel, store: RunStore, step: int) -> None:
+    """What is due at the end of `step`: a checkpoint to resume from, a snapshot that stays."""
+    config = learner.config
+    if config.checkpoint_due(step):
+        moments = optimizer_tensors(learner.trained, learner.optimizer)
+        store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
+    if config.snapshot_due(step):
+        with whole_directory(store.path / "snapshots" / f"step_{step}") as folder:
+            lm.save(folder)
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore) -> int:

@@ -29,6 +29,7 @@ from moe_rl.training.balance import load_balancing_loss
 from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.config import ColdStartConfig
 from moe_rl.training.evaluate import accuracy, held_out_for_cold_start
+from moe_rl.training.progress import steps_bar
 
 WEIGHTS, RESULT = "model.safetensors", "result.json"
 EXAMPLES_PER_SEED = 10_000_000  # a seed's examples are its own stretch of the task's stream
@@ -125,15 +126,7 @@ def _train(
     )
     problems = held_out_for_cold_start(task, config.eval_prompts)
     best = 0.0
-    progress = tqdm(
-        range(1, config.steps + 1),
-        "cold start",
-        unit="step",
-        position=bar,
-        dynamic_ncols=True,
-        leave=False,
-        disable=None,
-    )
+    progress = steps_bar("cold start", 0, config.steps, bar, leave=False)
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.warmup_steps, config.steps)

@@ -277,6 +277,18 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     collapse: CollapseConfig = field(default_factory=CollapseConfig)
 
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the held-out accuracy is measured after `step`."""
+        return step == self.steps or step % self.evaluation.every == 0
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step`."""
+        return step == self.steps or step % self.checkpoint_every == 0
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether a model that stays is written after `step`."""
+        return self.snapshot_every is not None and step % self.snapshot_every == 0
+
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""
         for part in (

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from moe_rl.training.grading import grade
 from moe_rl.training.prefix import distinct_prompts
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
+
+if TYPE_CHECKING:
+    from moe_rl.training.learner import Learner
 
 PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the task's stream
 
@@ -53,31 +57,24 @@ class Groups:
 
 
 def sample_groups(
-    lm: LanguageModel,
-    task: Task,
-    config: RolloutConfig,
-    seed: int,
-    step: int,
-    *,
-    record: bool = False,
-    share_prompts: bool = False,
+    learner: Learner, lm: LanguageModel, task: Task, step: int, *, record: bool = False
 ) -> Groups:
-    """Sample and grade one rollout batch; with `config.refill`, until its groups have a signal.
+    """Sample and grade the rollout batch of a step; with `rollout.refill`, until its groups have a signal.
 
-    `record` keeps the sampler's routing; it does not go with `config.refill`. `share_prompts` reads the
-    prompt of a group once.
+    `lm` holds the learner's policy. `record` keeps the sampler's routing; it does not go with `refill`.
 
-    Dynamic sampling (DAPO Eq. 11): groups whose rewards are all equal are replaced from up to `config.refill`
+    Dynamic sampling (DAPO Eq. 11): groups whose rewards are all equal are replaced from up to `refill`
     further batches of fresh prompts; what is still missing then is filled with groups without signal, spread
     evenly, so that the batch keeps its size and every mini-batch its share of signal.
     """
+    config, seed = learner.config.rollout.at(step), learner.config.seed
     lm = lm if config.sampler_dtype is None else copy_in(lm, getattr(torch, config.sampler_dtype))
     drawn: list[Groups] = []
     for round_ in range(1 + config.refill):
         first = seed * PROMPTS_PER_SEED + first_prompt(config, step, round_)
         problems = [task.train(first + i) for i in range(config.prompts)]
         with random_stream(seed, "rollout", step, round_):
-            drawn.append(sample_and_grade(lm, task, problems, config, record, share_prompts))
+            drawn.append(sample_and_grade(lm, task, problems, config, record, learner.share_prompts))
         if sum(int(groups.has_signal_P.sum()) for groups in drawn) >= config.prompts:
             break
     if config.refill == 0:

@@ -36,9 +36,12 @@ def intervene(
     """π_old's record as the updates are to see it, and what was done to it on the response rows.
 
     Metrics: `intervention/experts`, the share of experts swapped, as `expert_change` counts it. Random
-    numbers come from the run's seed and the step.
+    numbers come from the run's seed and the step. Unchanged, without metrics, where nothing is asked for.
     """
-    config, metrics = learner.config.intervention, {}
+    config = learner.config.intervention
+    if not config.active:
+        return old, {}
+    metrics = {}
     with random_stream(learner.config.seed, "intervention", step):
         if config.expert_changes is not None and old.trace is not None:
             trace = swapped_trace(learner, batch, old.trace, plan, config)

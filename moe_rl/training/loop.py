@@ -10,34 +10,27 @@ options ask for it; the load-balancing loss is off.
 
 from __future__ import annotations
 
-from tqdm.auto import tqdm
-
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective
-from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import expert_change
-from moe_rl.store import RunStore, whole_directory
+from moe_rl.store import RunStore
 from moe_rl.tasks import Task
-from moe_rl.training.checkpoint import model_tensors, optimizer_tensors, resume
+from moe_rl.training.checkpoint import resume, save
 from moe_rl.training.config import TrainConfig
-from moe_rl.training.evaluate import accuracy, held_out
+from moe_rl.training.evaluate import evaluate
 from moe_rl.training.grading import GuardedTask
 from moe_rl.training.groups import sample_groups
 from moe_rl.training.intervention import intervene
 from moe_rl.training.learner import Learner, make_learner
-from moe_rl.training.measure import (
-    PhaseClock,
-    masked_mean,
-    response_metrics,
-    reward_metrics,
-    routing_metrics,
-    update_metrics,
-)
+from moe_rl.training.measure import PhaseClock, step_metrics
 from moe_rl.training.nonfinite import Evidence, collapse_when_sampling, is_finite
 from moe_rl.training.passes import native_routing, old_policy_pass, split
 from moe_rl.training.precision import compute_in
+from moe_rl.training.progress import steps_bar
 from moe_rl.training.signal import learning_signal
-from moe_rl.training.update import Update, gradient_update, metrics_over
+from moe_rl.training.update import Update, gradient_update
+
+SHOWN = ("reward/mean", "response/length", "clip_frac/token", "drift/old")  # beside the progress bar
 
 
 def train(
@@ -59,45 +52,29 @@ def train(
     `ValueError` where objective, replay and model do not go together.
     """
     learner = make_learner(lm.model, objective, config)
+    guarded = GuardedTask(task, config.rollout.grading_timeout)
     with compute_in(config.precision, lm.model.device):
-        train_with(learner, lm, task, store, title, bar)
+        train_with(learner, lm, guarded, store, title, bar)
 
 
 def train_with(
-    learner: Learner, lm: LanguageModel, task: Task, store: RunStore, title: str, bar: int
+    learner: Learner, lm: LanguageModel, task: GuardedTask, store: RunStore, title: str, bar: int
 ) -> None:
     """`train` with what the objective needs: from the last checkpoint on, step by step."""
     policy, config = learner.policy, learner.config
-    task = GuardedTask(task, config.rollout.grading_timeout)
     done = resume(learner.trained, learner.optimizer, store)
     if done == 0:
+        store.event("shares_prompts", value=learner.share_prompts)
         evaluate(lm, task, config, store, 0, title)
 
-    progress = tqdm(
-        range(done + 1, config.steps + 1),
-        title,
-        initial=done,
-        total=config.steps,
-        unit="step",
-        position=bar,
-        dynamic_ncols=True,
-        disable=None,  # off when not a terminal
-    )
+    progress = steps_bar(title, done, config.steps, bar)
     for step in progress:
         clock = PhaseClock()
 
         # Sample G responses to each of P prompts from the current policy, which is π_old from here on, and
         # reward each whole response.
         with clock("rollout"), collapse_when_sampling(store, step):
-            groups = sample_groups(
-                lm,
-                task,
-                config.rollout.at(step),
-                config.seed,
-                step,
-                record=config.replay.source == "rollout",
-                share_prompts=learner.share_prompts,
-            )
+            groups = sample_groups(learner, lm, task, step, record=config.replay.source == "rollout")
         batch = groups.batch
 
         # Old-policy pass: log-probabilities and routing, by the forward that training uses; then the group
@@ -105,9 +82,7 @@ def train_with(
         plan = split(len(batch), config.optim.minibatches, config.optim.microbatch)
         with clock("old_policy"):
             old = old_policy_pass(learner, groups, plan)
-            done_to_it: dict[str, float] = {}
-            if config.intervention.active:
-                old, done_to_it = intervene(learner, batch, old, plan, step)
+            old, intervention = intervene(learner, batch, old, plan, step)
             signal = learning_signal(learner, groups, old, plan)
 
         # N gradient updates an epoch, one per mini-batch of whole groups; after each, the new policy's native
@@ -135,57 +110,19 @@ def train_with(
         stopped = not updates[-1].finite and config.optim.nonfinite == "stop"
         counted = updates if stopped else [update for update in updates if update.finite]
 
-        # The objective's metrics over all updates of the step in one call, so that they reduce exactly.
-        record = {
-            "step": step,
-            **reward_metrics(groups),
-            "reward/grader_errors": task.report_errors(store, step, title),
-            **response_metrics(batch),
-            "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
-            **metrics_over(learner, old, signal, counted),
-            **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
-            **signal.metrics,
-            **done_to_it,
-            **update_metrics(counted, skipped=len(updates) - len(counted)),
-            **routing_metrics(old.trace, groups.trace, on_response),
-            **clock.metrics(),
-        }
+        record = {"step": step, "reward/grader_errors": task.report_errors(store, step, title)}
+        record |= step_metrics(learner, groups, old, signal, counted, skipped=len(updates) - len(counted))
+        record |= intervention | clock.metrics()
         store.log("steps", record)
-        shown = ("reward/mean", "response/length", "clip_frac/token", "drift/old")
-        progress.set_postfix({key: f"{record[key]:.3g}" for key in shown if key in record})
-        end = step == config.steps
-        saving = end or step % config.checkpoint_every == 0
-        finite = is_finite(learner, batch if saving or stopped else None)
-        if stopped and finite:
-            evaluate(lm, task, config, store, step, title)  # of the last good policy
+        progress.set_postfix({key: f"{record[key]:.3g}" for key in SHOWN if key in record})
+
+        # Nothing that is kept may be of a broken policy.
+        keeping = config.checkpoint_due(step) or config.snapshot_due(step)
+        finite = is_finite(learner, batch if keeping or stopped else None)
+        if finite and (stopped or config.evaluation_due(step)):
+            evaluate(lm, task, config, store, step, title)
         if stopped:
             raise evidence.collapse_of_update(updates[-1], len(updates))
         if not finite:
             raise evidence.collapse_of_policy(updates)
-
-        if end or step % config.evaluation.every == 0:
-            evaluate(lm, task, config, store, step, title)
-        if saving:
-            moments = optimizer_tensors(learner.trained, learner.optimizer)
-            store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
-        if config.snapshot_every is not None and step % config.snapshot_every == 0:
-            with whole_directory(store.path / "snapshots" / f"step_{step}") as folder:
-                lm.save(folder)
-
-
-def evaluate(
-    lm: LanguageModel, task: GuardedTask, config: TrainConfig, store: RunStore, step: int, title: str
-) -> None:
-    """Log and print greedy and sampled accuracy on the held-out prompts."""
-    problems = held_out(task, config.evaluation.prompts)
-    limit, stream = config.rollout.at(step).max_new_tokens, (config.seed, step)
-    with collapse_when_sampling(store, step):
-        greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
-        sampled = accuracy(
-            lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
-        )
-    record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
-    record["eval/grader_errors"] = task.report_errors(store, step, title)
-    store.log("evals", record)
-    shown = f"{greedy:.3f} greedy, {sampled:.3f} sampled"
-    tqdm.write(f"{title}, step {step} of {config.steps}: held-out accuracy {shown}")
+        save(learner, lm, store, step)

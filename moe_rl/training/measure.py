@@ -7,18 +7,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean as mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import RoutingTrace, expert_change
 from moe_rl.routing.drift import ExpertChange, expert_load, max_violation
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.groups import Groups
-
-if TYPE_CHECKING:
-    from moe_rl.training.update import Update
+from moe_rl.training.learner import Learner
+from moe_rl.training.passes import OldPolicy
+from moe_rl.training.signal import Signal
+from moe_rl.training.update import Update, drift_metrics, metrics_over
 
 
 class PhaseClock:
@@ -39,6 +41,28 @@ class PhaseClock:
     def metrics(self) -> dict[str, float]:
         total = time.perf_counter() - self._started
         return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/total": total}
+
+
+def step_metrics(
+    learner: Learner,
+    groups: Groups,
+    old: OldPolicy,
+    signal: Signal,
+    updates: Sequence[Update],
+    skipped: int,
+) -> dict[str, Any]:
+    """A step's metrics; `skipped` updates, not applied and not among `updates`, are only counted."""
+    batch = groups.batch
+    return {
+        **reward_metrics(groups),
+        **response_metrics(batch),
+        "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
+        **metrics_over(learner, old, signal, updates),
+        **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
+        **signal.metrics,
+        **update_metrics(updates, skipped),
+        **routing_metrics(old.trace, groups.trace, batch.routing_rows_BT),
+    }
 
 
 def reward_metrics(groups: Groups) -> dict[str, float]:
@@ -64,16 +88,6 @@ def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> float:
     return (torch.where(mask_BT > 0, values_BT, 0.0).sum() / mask_BT.sum().clamp_min(1)).item()
 
 
-def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[float]]:
-    """One expert change under the four names the run store keeps."""
-    return {
-        name: change.experts,
-        f"{name}_sets": change.sets,
-        f"{name}_tokens": change.tokens,
-        f"{name}_by_layer": change.by_layer.tolist(),
-    }
-
-
 def routing_metrics(
     old: RoutingTrace | None, rollout: RoutingTrace | None, on_response: Tensor
 ) -> dict[str, float]:
@@ -91,7 +105,7 @@ def routing_metrics(
     return found
 
 
-def update_metrics(updates: Sequence[Update], skipped: int = 0) -> dict[str, Any]:
+def update_metrics(updates: Sequence[Update], skipped: int) -> dict[str, Any]:
     """A step's updates in one record; `skipped` ones were left out of it and not applied.
 
     `loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before clipping, NaN where

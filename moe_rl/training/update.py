@@ -18,7 +18,6 @@ from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import MismatchConfig
 from moe_rl.training.forward import Forced, Native
 from moe_rl.training.learner import Learner
-from moe_rl.training.measure import drift_metrics
 from moe_rl.training.passes import OldPolicy
 from moe_rl.training.policy import Scores, router_logp, score
 from moe_rl.training.signal import Signal
@@ -59,6 +58,16 @@ class Update:
         if self.since_old is not None and self.since_last is not None:
             found |= drift_metrics("drift/old", self.since_old) | drift_metrics("drift/step", self.since_last)
         return found
+
+
+def drift_metrics(name: str, change: ExpertChange) -> dict[str, float | list[float]]:
+    """One expert change under the four names the run store keeps."""
+    return {
+        name: change.experts,
+        f"{name}_sets": change.sets,
+        f"{name}_tokens": change.tokens,
+        f"{name}_by_layer": change.by_layer.tolist(),
+    }
 
 
 def routing_of(old: OldPolicy, rows: slice) -> Native | Forced:

@@ -3,10 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_rl.objectives import get_objective
 from moe_rl.routing import expert_change, record_routing
-from moe_rl.training.config import RolloutConfig
+from moe_rl.training.config import OptimConfig, RolloutConfig, TrainConfig
 from moe_rl.training.grading import grade
 from moe_rl.training.groups import concatenate, interleave, overlong_penalty, sample_groups
+from moe_rl.training.learner import make_learner
 from moe_rl.training.policy import score
 from moe_rl.training.rollout import require_fit
 
@@ -27,17 +29,23 @@ class LongReward:
         return float(len(text) >= 3)
 
 
+def sampled(lm, task, rollout=CONFIG, seed=0, record=False):
+    config = TrainConfig(rollout=rollout, seed=seed, optim=OptimConfig(minibatches=1))
+    learner = replace(make_learner(lm.model, get_objective("grpo"), config), share_prompts=False)
+    return sample_groups(learner, lm, task, step=1, record=record)
+
+
 def test_overlong_penalty_by_hand():
     lengths = torch.tensor([1.0, 6.0, 7.0, 9.0, 10.0])
     assert overlong_penalty(lengths, max_new_tokens=10, cache=4).tolist() == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 
 def test_refill_replaces_groups_without_signal(lm, task):
-    plain = sample_groups(lm, LongReward(task), CONFIG, seed=0, step=1)
+    plain = sampled(lm, LongReward(task))
     missing = 6 - int(plain.has_signal_P.sum())
     assert 0 < missing < 6, "this test needs a batch with both kinds of group"
     reward = LongReward(task)
-    full = sample_groups(lm, reward, replace(CONFIG, refill=20), seed=0, step=1)
+    full = sampled(lm, reward, replace(CONFIG, refill=20))
     assert full.has_signal_P.all()
     assert full.rounds > 1
     assert len(reward.asked) == len(set(reward.asked)) == 6 * full.rounds, "every round has fresh prompts"
@@ -53,16 +61,14 @@ def test_a_batch_keeps_its_size_when_refilling_does_not_help(lm, task):
         def reward(self, problem, text):
             return 0.0
 
-    groups = sample_groups(lm, Never(task), replace(CONFIG, refill=1), seed=0, step=1)
+    groups = sampled(lm, Never(task), replace(CONFIG, refill=1))
     assert groups.rewards_PG.shape == (6, 3)
     assert not groups.has_signal_P.any()
     assert groups.rounds == 2
 
 
 def test_joined_batches_keep_every_response(lm, task):
-    parts = [
-        sample_groups(lm, LongReward(task), replace(CONFIG, max_new_tokens=n), seed=n, step=1) for n in (2, 5)
-    ]
+    parts = [sampled(lm, LongReward(task), replace(CONFIG, max_new_tokens=n), seed=n) for n in (2, 5)]
     both = concatenate(parts, lm.pad_id)
     assert both.batch.responses() == parts[0].batch.responses() + parts[1].batch.responses()
     for name in ("attention_mask_BT", "response_mask_BT", "sampler_logp_BT"):
@@ -78,8 +84,8 @@ def test_groups_without_signal_are_spread_over_the_batch():
 
 
 def test_sampling_in_slices_pads_to_one_width(lm, task):
-    whole = sample_groups(lm, LongReward(task), CONFIG, seed=0, step=1)
-    sliced = sample_groups(lm, LongReward(task), replace(CONFIG, microbatch=4), seed=0, step=1, record=True)
+    whole = sampled(lm, LongReward(task))
+    sliced = sampled(lm, LongReward(task), replace(CONFIG, microbatch=4), record=True)
     prompt = slice(0, whole.batch.prompt_length)
     assert torch.equal(whole.batch.input_ids_BT[:, prompt], sliced.batch.input_ids_BT[:, prompt])
     scores = score(lm.model, sliced.batch, 1.0)

@@ -228,6 +228,7 @@ def test_kill_and_resume_equals_uninterrupted(tmp_path, fresh, monkeypatch, run,
         json.loads(line)["event"] for line in (tmp_path / "cut" / "events.jsonl").read_text().splitlines()
     ]
     assert "resumed" in events
+    assert events.count("shares_prompts") == 1
 
 
 def test_same_seed_same_numbers(tmp_path, fresh, run, config):

@@ -111,7 +111,7 @@ def test_a_skipped_update_leaves_weights_and_moments_as_if_it_had_not_been_taken
         lm = fresh()
         optim = replace(OPTIM, minibatches=4, nonfinite="skip")
         learner = make_learner(lm.model, get_objective("grpo"), config(optim=optim))
-        groups = loop.sample_groups(lm, ones_task, learner.config.rollout, 0, 1)
+        groups = loop.sample_groups(learner, lm, ones_task, 1)
         plan = split(len(groups.batch), 4, None)
         old = old_policy_pass(learner, groups, plan)
         if poisoned is not None:
@@ -157,6 +157,13 @@ def test_a_policy_that_breaks_in_its_last_update_is_found_in_that_step(tmp_path,
     (event,) = events(run, "nonfinite_update")
     assert math.isfinite(event["loss"])
     assert load_file(tmp_path / event["file"])["rewards"].isfinite().all()
+
+
+def test_no_snapshot_is_kept_of_a_broken_policy(tmp_path, fresh, ones_task, config):
+    optim = replace(OPTIM, minibatches=1, lr=1e30)
+    with pytest.raises(CollapseError, match=r"step 1, update 1.*policy is NaN or infinite after it"):
+        train(tmp_path, fresh(), ones_task, config(optim=optim, checkpoint_every=4, snapshot_every=1))
+    assert not list(tmp_path.glob("snapshots/*"))
 
 
 def test_a_nan_weight_is_met_when_sampling(tmp_path, fresh, ones_task, config):

@@ -1,9 +1,12 @@
 """A prompt that rows share, run once: the same log-probabilities, gradients, routing and samples."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MiniMaxConfig, MixtralConfig
 
+from moe_rl.models import ModelConfig, load_model
 from moe_rl.objectives import get_objective
 from moe_rl.routing import RoutingTrace, expert_change, record_routing
 from moe_rl.tasks.encode import prompt_ids
@@ -18,6 +21,8 @@ from moe_rl.training.prefix import distinct_prompts
 from moe_rl.training.rollout import sample_responses
 from moe_rl.training.seeds import random_stream
 from moe_rl.training.sharing import can_share_prompts
+
+from .conftest import SMALL
 
 
 def batch_of(prompts, responses, pad=0):
@@ -103,6 +108,19 @@ def test_packed_routing_is_that_of_whole_sequences(lm, batch):
     assert torch.allclose(packed.gate_weights_BTLK, weights, atol=1e-6)
 
 
+def test_a_packed_forward_leaves_a_bool_mask_as_it_is(lm, batch):
+    mask = batch.attention_mask_BT.bool()
+    with torch.no_grad():
+        forward(
+            lm.model,
+            replace(batch, attention_mask_BT=mask),
+            Native(record=True),
+            Wanted(),
+            share_prompts=True,
+        )
+    assert torch.equal(mask, batch.attention_mask_BT.bool())
+
+
 def test_packed_replay_forces_the_trace_and_reports_the_own_choice(lm, batch):
     with torch.no_grad():
         own = forward(lm.model, batch, Native(record=True), Wanted(), share_prompts=True).native
@@ -129,7 +147,7 @@ def test_every_pass_of_a_step_packs_alike(lm, ones_task, config, source):
     options = config(replay=ReplayConfig(source))
     learner = make_learner(lm.model, get_objective("grpo"), options)
     assert learner.share_prompts
-    groups = sample_groups(lm, ones_task, options.rollout, 0, 1, record=True, share_prompts=True)
+    groups = sample_groups(learner, lm, ones_task, 1, record=True)
     plan = split(len(groups.batch), 2, None)
     old = old_policy_pass(learner, groups, plan)
     again = native_routing(lm.model, groups.batch, plan, share_prompts=True)
@@ -154,10 +172,10 @@ def test_samples_from_a_shared_prompt_are_those_of_separate_ones(lm, task, monke
 
 
 def test_the_samplers_trace_joins_the_shared_prompts(lm, ones_task, config, monkeypatch):
-    rollout = config().rollout
-    plain = sample_groups(lm, ones_task, rollout, 0, 1, record=True)
+    learner = make_learner(lm.model, get_objective("grpo"), config())
+    plain = sample_groups(replace(learner, share_prompts=False), lm, ones_task, 1, record=True)
     monkeypatch.setattr("moe_rl.training.rollout.WORTH_READING_ONCE", 0)
-    shared = sample_groups(lm, ones_task, rollout, 0, 1, record=True, share_prompts=True)
+    shared = sample_groups(learner, lm, ones_task, 1, record=True)
     assert torch.equal(shared.trace.valid, plain.trace.valid)
     assert expert_change(shared.trace, plain.trace).experts == 0
 
@@ -188,8 +206,15 @@ def test_models_that_fail_on_a_packed_forward_do_not_share():
     assert not can_share_prompts(AutoModelForCausalLM.from_config(minimax).eval()), "it has recurrent states"
 
 
-def test_a_model_whose_rows_depend_on_each_other_does_not_share(lm):
-    """As experts of limited capacity: what a row gets depends on how many rows there are."""
+@pytest.mark.parametrize("initializer_range", [1e-3, 0.2])
+def test_a_model_whose_rows_depend_on_each_other_does_not_share(task, initializer_range):
+    """As experts of limited capacity: what a row gets depends on how many rows there are.
+
+    Under the smaller initialisation that moves no log-probability by even 1e-4 nats.
+    """
+    config = SMALL | {"initializer_range": initializer_range}
+    lm = load_model(ModelConfig(name="small", config=config), task.default_tokenizer)
+    assert can_share_prompts(lm.model)
 
     def scaled(module, args, output):
         return output * (1 + 0.01 * output.shape[0])
