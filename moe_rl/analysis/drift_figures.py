@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from moe_rl.analysis.drift_tables import DriftRuns, chosen, first_and_last, over_seeds, rows_named
 from moe_rl.analysis.plots import Look, Panel, dress, legend
@@ -79,11 +79,12 @@ def by_layer(runs: DriftRuns, look: Mapping[str, Look]) -> DriftFigure | None:
 def by_position(runs: DriftRuns, look: Mapping[str, Look]) -> DriftFigure | None:
     """Experts changed by position in the response, after the last update."""
     drift = runs.table("drift")
-    table = chosen(drift, metric="experts", by="position", rows=rows_named(drift)[0])
-    panels = [
-        panel(chosen(table, subject=subject), title, "position in the response (rows that score its tokens)")
-        for subject, title in first_and_last(table)
-    ]
+    rows = rows_named(drift)[0]
+    table = chosen(drift, metric="experts", by="position", rows=rows)
+    where = (
+        "position in the response (rows that score its tokens)" if rows == "response" else "row of the trace"
+    )
+    panels = [panel(chosen(table, subject=subject), title, where) for subject, title in first_and_last(table)]
     caption = "Experts changed over all layers, by position; only longer responses have the late ones."
     return figure("drift_by_position", "Drift by position", caption, panels, look)
 
@@ -147,7 +148,8 @@ def floor(runs: DriftRuns, look: Mapping[str, Look]) -> DriftFigure | None:
                 ax.text(width, place, f" {text}", va="center", fontsize=8)
     dress(ax, Panel("", "", pd.DataFrame(), CHANGED))
     ax.set_xscale("log")
-    ax.set_xlim(zero / 2, float(points["value"].max()) * 4 if len(positive) else 1)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    ax.set_xlim(zero, float(points["value"].max()) * 4 if len(positive) else 1)
     ax.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
     ax.invert_yaxis()
     if len(labels) > 1:
@@ -196,6 +198,7 @@ def _stack(ax: Axes, points: pd.DataFrame, title: str) -> None:
         above, below = above + np.maximum(values, 0), below + np.minimum(values, 0)
     both = chosen(points, metric="both").sort_values("x")
     ax.plot(both["x"], both["value"], "o", color="#111111", markersize=3.5, label="actual")
+    ax.use_sticky_edges = False  # a part that is 0 would end the axis at the top of the bar below it
     ax.legend(frameon=False, fontsize=8)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 

@@ -31,8 +31,8 @@ def write_drift_report(runs: Sequence[Run], out: Path, command: str, x: str | No
         x = x or default_x(found)
         if x is not None:
             tables["sweep"] = sweep_table(found, x)
-            look = {**look, **looks(list(dict.fromkeys(tables["sweep"]["label"])))}
-            figures += [one for one in [draw_sweep(found, x, look)] if one is not None]
+            of_sweep = looks(list(dict.fromkeys(tables["sweep"]["label"])))
+            figures += [one for one in [draw_sweep(found, x, of_sweep)] if one is not None]
     figures += draw_all(found, look)
     for folder in ("figures", "tables"):
         with writing(out):

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
 from moe_rl.analysis.comparison import Comparison, compare
 from moe_rl.analysis.figures import draw_all
@@ -55,6 +56,10 @@ def write_png(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+    for axis in [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]:
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):  # its ticks are formulas
+            axis.set_major_formatter(LogFormatter())
+            axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     with rc_context({"text.parse_math": False}):  # of labels that are made when drawn
         figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
     write_atomic(path, content.getvalue())

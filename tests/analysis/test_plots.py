@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 from moe_rl.analysis.plots import Panel, draw, looks
+from moe_rl.analysis.report import write_png
 
 
 def curves(values: dict[str, list[float]]) -> pd.DataFrame:
@@ -27,6 +30,13 @@ def test_zeros_are_drawn_below_the_smallest_other_value_of_a_log_axis() -> None:
     assert ax.get_yscale() == "log"
     assert ax.lines[0].get_ydata().tolist() == [0.001, 0.004, 0.1]
     assert ax.get_ylim()[0] == pytest.approx(0.0005) and ax.get_ylim()[1] > 0.2
+
+
+def test_ticks_of_a_log_axis_are_numbers_where_formulas_are_off(tmp_path: Path) -> None:
+    figure = draw([Panel("clip", "fraction", curves({"grpo": [0.004, 0.1]}), log=True)], looks(["grpo"]))
+    write_png(figure, tmp_path / "clip.png")
+    ticks = {text.get_text() for text in figure.axes[0].get_yticklabels(which="both")}
+    assert "1e\N{MINUS SIGN}02" in ticks and not any("$" in tick for tick in ticks)
 
 
 def test_a_log_axis_of_zeros_stays_linear() -> None:
