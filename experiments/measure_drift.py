@@ -53,7 +53,8 @@ def main(cfg: DictConfig) -> None:
     changed = f"{first:.2%} of experts changed"
     if summary["updates"] > 1:
         changed = f"{first:.2%} of experts changed after the first update, {last:.2%} after the last"
-    print(f"{os.path.relpath(path)}: done, {changed}; index.html there shows it (tables/, figures/, traces/)")
+    beside = ", ".join(f"{name}/" for name in ("tables", "figures", "traces") if (path / name).is_dir())
+    print(f"{os.path.relpath(path)}: done, {changed}; index.html there shows it ({beside})")
 
 
 def run(cfg: DictConfig, path: Path) -> None:
