@@ -1,4 +1,4 @@
-"""The real command line, in subprocesses, on a model that trains in seconds."""
+"""The real command line on a model that trains in seconds."""
 
 import json
 import os
@@ -55,14 +55,23 @@ def numbers(run: Run, stream):
         yield {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
 
 
-def test_a_sweep_with_a_failing_run(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("launcher", ["basic", pytest.param("joblib", marks=pytest.mark.slow)])
+def test_a_sweep_with_a_failing_run(tmp_path, monkeypatch, capfd, launcher):
     """Two arms and one bad option: the good ones finish, the bad one says why, the exit code tells."""
-    result = train(tmp_path, "-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3,-1.0")
-    assert result.returncode == 1
-    assert result.stderr.count("failed: optim.lr=-1.0: must be a number") == 2, (
+
+    def sweep(*overrides):
+        arguments = [*overrides, f"launcher={launcher}", f"output={tmp_path}", *SMALL]
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", *arguments])
+        main()
+
+    with pytest.raises(SystemExit) as stop:
+        sweep("steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3,-1.0")
+    assert stop.value.code == 1
+    result = capfd.readouterr()
+    assert result.err.count("failed: optim.lr=-1.0: must be a number") == 2, (
         "each failed run names its reason"
     )
-    assert result.stdout.count(": done, held-out greedy accuracy") == 2
+    assert result.out.count(": done, held-out greedy accuracy") == 2
     runs = {run.arm: run for run in find_runs(tmp_path)}
     assert set(runs) == {"grpo+replay", "gspo"}
     for run in runs.values():
@@ -78,13 +87,12 @@ def test_a_sweep_with_a_failing_run(tmp_path, monkeypatch, capfd):
 
     # A second time: what is done is left alone.
     before = {run.arm: (run.path / "steps.jsonl").read_text() for run in runs.values()}
-    again = ["-m", "steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3", "launcher=basic"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *again, f"output={tmp_path}", *SMALL])
-    main()
+    sweep("steps=2", "arm=grpo_replay,gspo", "optim.lr=1e-3")
     assert capfd.readouterr().out.count("done already") == 2
     assert before == {run.arm: (run.path / "steps.jsonl").read_text() for run in find_runs(tmp_path)}
 
 
+@pytest.mark.slow
 def test_kill_9_and_the_same_command_again(tmp_path):
     whole = train(tmp_path / "whole", "steps=6")
     assert whole.returncode == 0, whole.stderr

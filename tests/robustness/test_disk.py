@@ -43,9 +43,9 @@ def failure(ended) -> str:
     ("at", "leave", "path", "last_good"),
     [
         (r"evals\.jsonl", 0, r"seed0/evals\.jsonl", None),  # the first metric line
-        (r"cold_starts/\..*/model", 8192, r"cold_starts/\w+", None),
+        pytest.param(r"cold_starts/\..*/model", 8192, r"cold_starts/\w+", None, marks=pytest.mark.slow),
         (r"\.step-00000002\.tmp/optimizer", 16384, r"seed0/checkpoints/step-00000002", 1),
-        (r"\.final\.tmp/.*config\.json", 0, r"seed0/final", 3),
+        pytest.param(r"\.final\.tmp/.*config\.json", 0, r"seed0/final", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_disk_that_fills_up(small_run, whole, results, nothing_torn, disk, at, leave, path, last_good):
@@ -114,6 +114,7 @@ def read_only(request: pytest.FixtureRequest, disk: Path):
     remount("rw")
 
 
+@pytest.mark.slow
 def test_a_read_only_file_system(small_run, whole, results, disk, read_only):
     output = disk / "output"
     assert small_run(output, kill={"phase": "checkpoint", "occurrence": 2, "delay": 1}).code < 0
