@@ -105,11 +105,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def sizes_table(runs: DriftRuns) -> list[str]:
     """One line for each setting: drift after the first and the last update, and how large the update was."""
     drift, updates = over_seeds(runs.table("drift")), over_seeds(runs.table("updates"))
-    ends = [subject for subject, _ in first_and_last(drift)]
     rows = []
     for label in sorted(set(drift["label"]), key=natural):
         one, sizes = chosen(drift, label=label), chosen(updates, label=label)
-        for subject in ends:
+        for subject, _ in first_and_last(one):
             at: dict[str, Any] = dict(subject=subject, rows="response", by="all")
             layers = chosen(one, subject=subject, rows="response", metric="experts", by="layer")
             end_layers = f"{_percent(layers.iloc[0])}, {_percent(layers.iloc[-1])}" if len(layers) else "–"

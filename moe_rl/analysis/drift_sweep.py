@@ -10,7 +10,7 @@ import pandas as pd
 
 from moe_rl.analysis.comparison import arm_labels, setting
 from moe_rl.analysis.drift_figures import CHANGED, DriftFigure, PointPanel, figure
-from moe_rl.analysis.drift_tables import MEASURED, NOT_DRIFT, DriftRuns, chosen, first_and_last, over_seeds
+from moe_rl.analysis.drift_tables import MEASURED, NOT_DRIFT, DriftRuns, chosen, ends_of_each, over_seeds
 from moe_rl.analysis.plots import Look, Panel
 from moe_rl.store import StoreError
 
@@ -58,10 +58,7 @@ def draw_sweep(runs: DriftRuns, x: str, look: Mapping[str, Look]) -> DriftFigure
         # every update of every run is a point: they are not averaged, since their x differ
         panels = [_panel(drift, "after each update", MEASURED[x], each=True)]
     else:
-        panels = [
-            _panel(pd.concat([chosen(drift, subject=subject), floor]), title, x)
-            for subject, title in first_and_last(drift)
-        ]
+        panels = [_panel(pd.concat([after, floor]), title, x) for title, after in ends_of_each(drift)]
     caption = (
         f"Experts changed on response tokens against {MEASURED.get(x, x)}. Grey: with unchanged weights, on "
         "the path of the noise floor that changes most; the path that drift is measured by has 0 in float32."

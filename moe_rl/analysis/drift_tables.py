@@ -141,6 +141,19 @@ def first_and_last(table: pd.DataFrame) -> list[tuple[str, str]]:
     return [(str(numbers[0]), "after the first update"), (str(numbers[-1]), "after the last update")]
 
 
+def ends_of_each(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows after the first update of each run and, where any has more, after its own last, with titles.
+
+    Of a table with a column `path`; runs of one sweep may split a rollout into other numbers of updates.
+    """
+    ends = first_and_last(table)
+    if len(ends) < 2:
+        return [(title, chosen(table, subject=subject)) for subject, title in ends]
+    numbers = pd.to_numeric(table["subject"])
+    last = table[numbers == numbers.groupby(table["path"]).transform("max")]
+    return [(ends[0][1], chosen(table, subject=ends[0][0])), (ends[1][1], last)]
+
+
 def rows_named(table: pd.DataFrame) -> list[str]:
     """Response before prompt; of traces without a prompt length, all."""
     present = set(table["rows"])

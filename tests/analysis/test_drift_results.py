@@ -6,7 +6,7 @@ import yaml
 
 from experiments.drift_results import main
 from moe_rl.analysis.drift_results import crossing
-from moe_rl.analysis.drift_tables import DriftRuns
+from moe_rl.analysis.drift_tables import DriftRuns, ends_of_each
 from moe_rl.store import find_runs
 
 COLUMNS = ["subject", "rows", "metric", "by", "at", "sum", "count", "value", "low", "high", "n", "unit"]
@@ -87,3 +87,12 @@ def test_nothing_to_show_is_one_line(tmp_path):
         main([f"outputs={tmp_path}"])
     with pytest.raises(SystemExit, match="expected outputs=DIR and out=DIR, got 'runs'"):
         main(["runs=x"])
+
+
+def test_the_last_update_is_each_runs_own():
+    table = pd.DataFrame(
+        [("1", "a", 0.1), ("2", "a", 0.2), ("1", "b", 0.3)], columns=["subject", "path", "value"]
+    )
+    (_, first), (title, last) = ends_of_each(table)
+    assert first["value"].tolist() == [0.1, 0.3]
+    assert (title, last["value"].tolist()) == ("after the last update", [0.2, 0.3])
