@@ -32,14 +32,15 @@ class Section:
     x: str | None = None
 
 
-def write_results(sections: Sequence[Section], out: Path) -> Path:
+def write_results(sections: Sequence[Section], summary: Sequence[str], out: Path) -> Path:
     """Write out/drift.md with out/drift/*.png and *.csv; the path of the page.
 
-    Every number comes with its interval and n; a section names its command and run directories.
+    Every number comes with its interval and n; a section names its command and run directories. `summary` are
+    the lines of the first section.
     """
     folder = out / "drift"
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["# Drift of experts: results", "", *HEAD, ""]
+    lines = ["# Drift of experts: results", "", *HEAD, "", "## Beside the paper", "", *summary, ""]
     for section in sections:
         lines += [f"## {section.title}", "", section.text, "", *_body(section, folder), ""]
     page = out / "drift.md"
@@ -60,7 +61,8 @@ def _body(section: Section, folder: Path) -> list[str]:
     runs = section.runs
     name = runs.runs[0].path.parents[1].name
     numbers = over_seeds(runs.table("drift"))
-    write_csv(numbers[numbers["by"].isin(["all", "layer"])], folder / f"{name}.csv")
+    kept = (numbers["by"] == "all") | ((numbers["by"] == "layer") & (numbers["metric"] == "experts"))
+    write_csv(numbers[kept], folder / f"{name}.csv")
     ids = sorted({run.path.parent.name for run in runs.runs})
     seeds = sorted({run.seed or 0 for run in runs.runs})
     x = section.x or default_x(runs)
