@@ -109,8 +109,9 @@ def forward(
         weights_BTLK = context.weights() if isinstance(routing, Native) and routing.weights else None
     elif isinstance(context, Replay):
         native, used = context.native, context.used
-    if wanted.router_logits:
-        router_logits = tuple(scores.view(*ids.shape, -1) for scores in output.router_logits)
+    if wanted.router_logits:  # empty for a family that returns none
+        found = getattr(output, "router_logits", None) or ()
+        router_logits = tuple(scores.view(*ids.shape, -1) for scores in found)
     logits = output.logits if wanted.logits else None
     hidden = output.hidden_states[-1][:, -keep:] if wanted.hidden else None
 
