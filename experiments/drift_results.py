@@ -30,9 +30,11 @@ class Experiment:
     title: str
     text: str
 
+    sweep: bool = True
+
     @property
     def command(self) -> str:
-        return f"python -m experiments.measure_drift -m experiment={self.name}"
+        return f"python -m experiments.measure_drift {'-m ' * self.sweep}experiment={self.name}"
 
 
 EXPERIMENTS = (
@@ -48,7 +50,8 @@ EXPERIMENTS = (
     Experiment(
         "drift_smollm2", "A pretrained base: SmolLM2-135M, upcycled",
         "30 layers, each MLP copied into experts with noise, routers warmed up on text; GRPO on "
-        "reasoning-gym's worded problems (docs/upcycling.md); one seed a learning rate.",
+        "reasoning-gym's worded problems (docs/upcycling.md), one update at lr 1e-5, one seed.",
+        sweep=False,
     ),
     Experiment("drift_lr", "Law: learning rate", "The small model again."),
     Experiment("drift_minibatches", "Law: mini-batches per rollout", "One rollout in 1 to 16 updates."),
