@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.analysis.drift_results import Section, crossing, interval, write_results
-from moe_rl.analysis.drift_tables import DRIFT_TABLE, DriftRuns, chosen, natural, over_seeds
+from moe_rl.analysis.drift_tables import DRIFT_TABLE, DriftRuns, chosen, natural
 from moe_rl.store import StoreError, find_runs
 
 PAPER = 0.10  # "roughly 10 %" (GSPO §5.3)
@@ -146,7 +146,7 @@ def beside_the_paper(sections: list[Section]) -> list[str]:
 
 def changed(runs: DriftRuns, by: str = "all") -> str:
     """Experts changed after the first update, with its interval, of each setting or layer."""
-    found = chosen(over_seeds(runs.table("drift")), metric="experts", rows="response", subject="1", by=by)
+    found = chosen(runs.over_seeds("drift"), metric="experts", rows="response", subject="1", by=by)
     found = found.sort_values("label", key=lambda labels: labels.map(natural), kind="stable")
     settings = [label.partition("(")[2].rstrip(")").partition("=") for label in found["label"]]
     names = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in settings]

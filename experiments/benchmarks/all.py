@@ -20,7 +20,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from experiments.benchmarks.results import Report, Row, machine, markdown_table
+from experiments.benchmarks.results import Report, Row, machine
+from moe_rl.analysis.markdown import markdown_table
 
 # the quick ones first, so that what fails early is seen early
 BENCHMARKS = (

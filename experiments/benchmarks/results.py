@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.benchmarks.pairs import Ratio
+from moe_rl.analysis.markdown import markdown_table
 
 NUMBERS = (int, float)
 
@@ -84,7 +85,7 @@ class Report:
             ]
             parts.append(markdown_table(("what", "measured", "beside", "value", "bound", "verdict"), shown))
         for table in self.tables:
-            parts.append(f"**{table.title}**\n\n{markdown_table(table.columns, table.rows)}")
+            parts.append(f"**{table.title}**\n\n{table_of(table.columns, table.rows)}")
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def records(self) -> list[dict[str, Any]]:
@@ -137,11 +138,10 @@ class Report:
         return Report(**{**plain, "rows": rows, "tables": [Table(**table) for table in plain["tables"]]})
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
-    def line(cells: Sequence[str | float]) -> str:
-        return f"| {' | '.join(text if isinstance(text, str) else number(text) for text in cells)} |"
-
-    return "\n".join([line(columns), "|" + "---|" * len(columns), *map(line, rows)])
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
+    """A Markdown table whose cells are text or numbers."""
+    shown = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
+    return markdown_table(columns, shown)
 
 
 def number(value: float) -> str:

@@ -118,7 +118,7 @@ def _overview(runs: DriftRuns) -> str:
 def _by_configuration(runs: DriftRuns, labels: Sequence[str]) -> str:
     """One line a configuration: drift, and the size of the updates that made it."""
     drift = over_seeds(chosen(runs.table("drift"), by="all"))
-    updates = over_seeds(runs.table("updates"))
+    updates = runs.over_seeds("updates")
     rows = rows_named(drift)[0]
     ends = first_and_last(drift)
     columns = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from moe_rl.analysis.drift_figures import draw_all
 from moe_rl.analysis.drift_page import render
 from moe_rl.analysis.drift_sweep import default_x, draw_sweep, sweep_table
-from moe_rl.analysis.drift_tables import DriftRuns, over_seeds
+from moe_rl.analysis.drift_tables import DriftRuns
 from moe_rl.analysis.plots import looks
 from moe_rl.analysis.report import write_csv, write_png
 from moe_rl.store import Run, write_atomic
@@ -27,7 +27,7 @@ def write_drift_report(runs: Sequence[Run], out: Path, command: str, x: str | No
     look = looks(list(dict.fromkeys(found.labels.values())))
     tables, figures = {}, []
     if len(found.runs) > 1:
-        tables["drift_over_seeds"] = over_seeds(found.table("drift"))
+        tables["drift_over_seeds"] = found.over_seeds("drift")
         x = x or default_x(found)
         if x is not None:
             tables["sweep"] = sweep_table(found, x)

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from moe_rl.analysis.comparison import setting
 from moe_rl.analysis.drift_figures import draw_all
 from moe_rl.analysis.drift_sweep import default_x, draw_sweep
-from moe_rl.analysis.drift_tables import DriftRuns, chosen, first_and_last, natural, over_seeds
+from moe_rl.analysis.drift_tables import DriftRuns, chosen, first_and_last, natural
+from moe_rl.analysis.markdown import markdown_table
 from moe_rl.analysis.plots import looks
 from moe_rl.analysis.report import write_csv, write_png
-from moe_rl.store import Run, write_atomic
+from moe_rl.store import write_atomic
 
 # name of a figure of the report -> whether a section without a sweep shows it
 WITHOUT_SWEEP = ("drift_by_layer", "drift_by_update", "floor", "attribution", "margins")
@@ -60,7 +62,7 @@ def _body(section: Section, folder: Path) -> list[str]:
     """Command, run ids, table and figures of a section; its numbers go to a CSV file."""
     runs = section.runs
     name = runs.runs[0].path.parents[1].name
-    numbers = over_seeds(runs.table("drift"))
+    numbers = runs.over_seeds("drift")
     kept = (numbers["by"] == "all") | ((numbers["by"] == "layer") & (numbers["metric"] == "experts"))
     write_csv(numbers[kept], folder / f"{name}.csv")
     ids = sorted({run.path.parent.name for run in runs.runs})
@@ -71,14 +73,14 @@ def _body(section: Section, folder: Path) -> list[str]:
     if x is None:
         drawn += [figure for figure in draw_all(runs, look) if figure.name in WITHOUT_SWEEP]
     lines = [f"`{section.command}`: runs {', '.join(ids)}, seeds {', '.join(map(str, seeds))}.", ""]
-    lines += sizes_table(runs)
+    lines.append(sizes_table(runs))
     if x is None:
         for title, table in (
             ("Noise floor: the same weights by another path", floor_table(runs)),
             ("Causes: staleness π_θ vs π_old, mismatch π_old vs the sampler μ", causes_table(runs)),
             ("Why: attribution, prediction and the token log-ratio", reasons_table(runs)),
         ):
-            lines += ["", f"**{title}**", "", *table] if table else []
+            lines += ["", f"**{title}**", "", table] if table else []
     for figure in filter(None, drawn):
         file = f"{name}_{figure.name}.png"
         write_png(figure.figure, folder / file)
@@ -99,14 +101,9 @@ def _cell(table: pd.DataFrame, *, percent: bool = True, **equal: str) -> str:
     return interval(rows.iloc[0], percent=percent) if len(rows) else "–"
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-
-
-def sizes_table(runs: DriftRuns) -> list[str]:
+def sizes_table(runs: DriftRuns) -> str:
     """One line for each setting: drift after the first and the last update, and how large the update was."""
-    drift, updates = over_seeds(runs.table("drift")), over_seeds(runs.table("updates"))
+    drift, updates = runs.over_seeds("drift"), runs.over_seeds("updates")
     rows = []
     for label in sorted(set(drift["label"]), key=natural):
         one, sizes = chosen(drift, label=label), chosen(updates, label=label)
@@ -127,24 +124,24 @@ def sizes_table(runs: DriftRuns) -> list[str]:
         "setting", "update", "experts changed", "first, last MoE layer", "tokens changed in ≥ 1 layer",
         "KL(old‖new), nats/token", "‖Δθ‖/‖θ‖", "seeds",
     ]  # fmt: skip
-    return markdown(header, rows)
+    return markdown_table(header, rows)
 
 
 def _percent(row: pd.Series) -> str:
     return f"{100 * float(row['value']):.2f} %"
 
 
-def floor_table(runs: DriftRuns) -> list[str]:
+def floor_table(runs: DriftRuns) -> str:
     """Experts and sets changed by the path alone."""
-    floor = chosen(over_seeds(runs.table("floor")), by="all", rows="response")
+    floor = chosen(runs.over_seeds("floor"), by="all", rows="response")
     paths = list(dict.fromkeys(floor["subject"]))
     rows = [[p, *(_cell(floor, subject=p, metric=m) for m in ("experts", "sets", "tokens"))] for p in paths]
-    return markdown(["path", "experts changed", "sets changed", "tokens changed"], rows) if rows else []
+    return markdown_table(["path", "experts changed", "sets changed", "tokens changed"], rows) if rows else ""
 
 
-def causes_table(runs: DriftRuns) -> list[str]:
+def causes_table(runs: DriftRuns) -> str:
     """Every number of the two causes, after the first and the last update."""
-    causes = chosen(over_seeds(runs.table("causes")), rows="response")
+    causes = chosen(runs.over_seeds("causes"), rows="response")
     ends = [subject for subject, _ in first_and_last(causes)]
     names = list(dict.fromkeys((row.metric, row.by, row.at) for row in causes.itertuples()))
     rows = []
@@ -153,7 +150,7 @@ def causes_table(runs: DriftRuns) -> list[str]:
         equal: dict[str, Any] = dict(metric=metric, by=by, at=at)
         cells = [_cell(causes, percent=not exact, subject=subject, **equal) for subject in ends]
         rows.append([f"{CAUSES.get(metric, metric)}: {at}", *cells])
-    return markdown(["", *(f"update {subject}" for subject in ends)], rows) if rows else []
+    return markdown_table(["", *(f"update {subject}" for subject in ends)], rows) if rows else ""
 
 
 CAUSES = {
@@ -180,15 +177,15 @@ REASONS = (
 )
 
 
-def reasons_table(runs: DriftRuns) -> list[str]:
+def reasons_table(runs: DriftRuns) -> str:
     """Attribution, prediction and ratio variance, after the first and the last update."""
-    tables = {name: over_seeds(runs.table(name)) for name in dict.fromkeys(name for name, *_ in REASONS)}
+    tables = {name: runs.over_seeds(name) for name in dict.fromkeys(name for name, *_ in REASONS)}
     ends = [subject for subject, _ in first_and_last(tables["attribution"])]
     rows = []
     for name, metric, title, percent in REASONS:
         equal: dict[str, Any] = dict(metric=metric, by="all", rows="response")
         rows.append([title, *(_cell(tables[name], percent=percent, subject=s, **equal) for s in ends)])
-    return markdown(["", *(f"update {subject}" for subject in ends)], rows) if ends else []
+    return markdown_table(["", *(f"update {subject}" for subject in ends)], rows) if ends else ""
 
 
 def crossing(runs: DriftRuns, share: float, subject: str, measured: str) -> tuple[float, float] | None:
@@ -203,7 +200,7 @@ def crossing(runs: DriftRuns, share: float, subject: str, measured: str) -> tupl
         drift = chosen(of_run, metric="experts", by="all", rows="response", subject=subject)["value"]
         sizes = runs.table("updates")[runs.table("updates")["path"] == str(run.path)]
         size = chosen(sizes, metric=measured, by="all", subject=subject)["value"]
-        points.append((learning_rate(run), float(drift.iloc[0]), float(size.iloc[0])))
+        points.append((float(setting(run, "optim.lr")), float(drift.iloc[0]), float(size.iloc[0])))
     means = pd.DataFrame(points, columns=["lr", "drift", "size"]).groupby("lr").mean().reset_index()
     above = np.flatnonzero(means["drift"].to_numpy() >= share)
     if len(above) == 0 or above[0] == 0:
@@ -212,7 +209,3 @@ def crossing(runs: DriftRuns, share: float, subject: str, measured: str) -> tupl
     part = (np.log(share) - np.log(low["drift"])) / (np.log(high["drift"]) - np.log(low["drift"]))
     between = [np.exp((1 - part) * np.log(low[key]) + part * np.log(high[key])) for key in ("lr", "size")]
     return float(between[0]), float(between[1])
-
-
-def learning_rate(run: Run) -> float:
-    return float(run.config["optim"]["lr"])

@@ -73,6 +73,16 @@ class DriftRuns:
             self._tables[name] = self._read(name)
         return self._tables[name]
 
+    def over_seeds(self, name: str) -> pd.DataFrame:
+        """`over_seeds` of tables/<name>.csv of all runs, computed once."""
+        if name not in self._over_seeds:
+            self._over_seeds[name] = over_seeds(self.table(name))
+        return self._over_seeds[name]
+
+    @cached_property
+    def _over_seeds(self) -> dict[str, pd.DataFrame]:
+        return {}
+
     def _read(self, name: str) -> pd.DataFrame:
         parts = []
         for run in self.runs:
