@@ -104,7 +104,7 @@ def add(report: Report, trl: Any, size: Size, *, cold: bool) -> None:
     sizes = (f"rollout.prompts={size.prompts}", f"rollout.responses={size.responses}")
     scenes = {
         "TRL": make_scene(*sizes, cold=cold),
-        OFF: make_scene(*sizes, "measure_drift=false", cold=cold),
+        OFF: make_scene(*sizes, "drift_every=0", cold=cold),
         MEASURED: make_scene(*sizes, "arm=grpo_replay", cold=cold),
     }
     watched = {name: Watched(scene.task) for name, scene in scenes.items()}

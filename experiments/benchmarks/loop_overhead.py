@@ -35,7 +35,7 @@ def main() -> None:
 
 def measure(*, quick: bool) -> Report:
     sizes = ["rollout.prompts=4", "rollout.responses=2"] if quick else []
-    scenes = [make_scene("measure_drift=false", *sizes, cold=not quick) for _ in range(3)]
+    scenes = [make_scene("drift_every=0", *sizes, cold=not quick) for _ in range(3)]
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         loop = Stepper(lambda pause: run_loop(scenes[0], Path(directory) / "loop", pause))

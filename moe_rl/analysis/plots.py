@@ -91,9 +91,10 @@ def draw_curves(ax: Axes, panel: Panel, look: Mapping[str, Look]) -> None:
     for arm in panel.curves["arm"].unique():
         style, mean = look[arm], band[band["arm"] == arm]
         for seed, run in panel.curves[panel.curves["arm"] == arm].groupby("seed"):
+            run = run.dropna()  # what is not measured at every step is a line all the same
             ax.plot(run["x"], np.maximum(run["value"], floor), color=style.color, linewidth=0.6, alpha=0.35)
             if (arm, seed) in panel.ended:
-                last = run.dropna().tail(1)
+                last = run.tail(1)
                 ax.plot(last["x"], np.maximum(last["value"], floor), "x", color=style.color, markersize=7)
         marker = "o" if panel.markers else ""
         ax.plot(

@@ -263,9 +263,10 @@ class TrainConfig:
     advantages: str = "paper"  # convention of `group_advantages`; unused with a value model (ppo)
     checkpoint_every: int = 10  # steps
     snapshot_every: int | None = None  # steps; models that stay, in snapshots/, for runs that start from one
-    # Record π_old's routing, and the policy's native routing after every update. Without it there is no
-    # drift/* and no load/*, and routing is recorded only where replay or the objective needs it.
-    measure_drift: bool = True
+    # Steps between measurements of drift: the policy's native routing after every update of such a step. 0:
+    # never; then there is no load/* either, and π_old's routing is recorded only where replay or the
+    # objective needs it.
+    drift_every: int = 1
     # bfloat16: sampling, passes and updates under autocast; weights and the cold start stay in float32
     precision: str | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -276,6 +277,10 @@ class TrainConfig:
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     collapse: CollapseConfig = field(default_factory=CollapseConfig)
+
+    def drift_due(self, step: int) -> bool:
+        """Whether the updates of `step` are followed by a measurement of drift."""
+        return self.drift_every > 0 and step % self.drift_every == 0
 
     def evaluation_due(self, step: int) -> bool:
         """Whether the held-out accuracy is measured after `step`."""
@@ -305,6 +310,8 @@ class TrainConfig:
             raise ValueError(
                 "rollout.refill joins batches of different widths: not with replay.source=rollout"
             )
+        if self.drift_every < 0:
+            raise ValueError(f"drift_every={self.drift_every}: must be at least 0 (0: never)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}: expected null or bfloat16")
         if self.advantages not in NORMALISATIONS:

@@ -44,7 +44,7 @@ class Learner:
     @property
     def records_routing(self) -> bool:
         """Whether π_old's routing is recorded: to measure drift, to replay it, or for the router shift."""
-        wanted = self.config.measure_drift or self.config.replay.source is not None
+        wanted = self.config.drift_every > 0 or self.config.replay.source is not None
         wanted |= self.config.intervention.expert_changes is not None
         return self.moe and (wanted or "router_shift_BT" in self.needs)
 

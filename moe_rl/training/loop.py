@@ -96,7 +96,7 @@ def train_with(
             with clock("update"):
                 update = gradient_update(learner, batch, old, signal, minibatch, before)
             updates.append(update)
-            if config.measure_drift and update.finite and old_routing is not None and last is not None:
+            if config.drift_due(step) and update.finite and old_routing is not None and last is not None:
                 with clock("drift"):
                     new = native_routing(policy, batch, plan, learner.share_prompts).where(on_response)
                     update.since_old = expert_change(old_routing, new)

@@ -229,7 +229,7 @@ def test_the_loop_stops_when_it_was_watched_enough(tmp_path):
         if len(records) == 2:
             raise Enough
 
-    run_loop(make_scene(*TINY, "measure_drift=false", cold=False), tmp_path / "run", watch)
+    run_loop(make_scene(*TINY, "drift_every=0", cold=False), tmp_path / "run", watch)
     assert [record["step"] for record in records] == [1, 2]
     assert not any(name.startswith("drift/") for name in records[0])
     stored = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
