@@ -17,10 +17,10 @@ from moe_rl.routing import RoutingTrace, record_routing
 from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.batch import RolloutBatch
-from moe_rl.training.config import RolloutConfig
 from moe_rl.training.grading import grade
 from moe_rl.training.prefix import distinct_prompts
 from moe_rl.training.rollout import sample_responses
+from moe_rl.training.rollout_config import RolloutConfig
 from moe_rl.training.seeds import random_stream
 
 if TYPE_CHECKING:
