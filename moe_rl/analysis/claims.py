@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from moe_rl.analysis.claims_causes import intervention, recovery, regimes
+from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (
     Statement,
@@ -243,7 +243,7 @@ SECTIONS: dict[str, tuple[Section, ...]] = {
     "fig1_longer": (longer,),
     "fig1": (drift, arms, survival, clipping, efficiency),
     "fig2": (clip_ranges,),
-    "search": (regimes,),
+    "search": (regimes, rates),
     "intervention": (intervention,),
 }
 

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from moe_rl.analysis.evidence import (
     Statement,
+    final_reward,
     ids,
     limit,
     says,
     shown_difference,
     shown_p,
     shown_range,
+    shown_summary,
+    summary_of,
 )
 from moe_rl.analysis.recovery import outcomes
-from moe_rl.analysis.regimes import dose_pairs, matched_controls, regime_differences
+from moe_rl.analysis.regimes import dose_pairs, matched_controls, rates_of, regime_differences
 from moe_rl.analysis.run_files import CompactRun
 from moe_rl.analysis.statistics import holm, proportion
 
@@ -41,6 +44,26 @@ def regimes(suite: str, runs: Runs) -> Iterator[Statement]:
         f"{row.n} pairs a regime",
         ids(runs),
     )
+
+
+def rates(suite: str, runs: Runs) -> Iterator[Statement]:
+    """The search: each arm's final reward by learning rate, from which its own best one is taken."""
+    for arm, by_rate in rates_of(runs).items():
+        found = {rate: summary_of(group, final_reward) for rate, group in sorted(by_rate.items())}
+        if len(found) < 2:
+            continue
+        best = max(found, key=lambda rate: found[rate].mean)
+        shown = ", ".join(f"{rate:g}: {shown_summary(summary)}" for rate, summary in found.items())
+        low, high, n = found[best].low, found[best].high, found[best].n
+        yield Statement(
+            "no claim: the arm's own best learning rate",
+            "–",
+            suite,
+            f"{arm}, final reward by learning rate: {shown}; best {best:g} (chosen after the fact)",
+            shown_range(low, high, n) + f" at {best:g}",
+            f"{n} a rate",
+            ids(*by_rate.values()),
+        )
 
 
 def intervention(suite: str, runs: Runs) -> Iterator[Statement]:

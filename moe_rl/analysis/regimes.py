@@ -13,6 +13,7 @@ from moe_rl.analysis.run_files import CompactRun
 
 # What makes an arm, what follows from other settings, and where a model's weights lie.
 NOT_A_REGIME = ("arm", "advantages", "objective.", "replay.", "intervention.", "optim.freeze_routers")
+RATE = "optim.lr"
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,36 @@ def regime_of(run: CompactRun) -> dict[str, str]:
     return {key: value for key, value in flatten(run.config).items() if not key.startswith(NOT_A_REGIME)}
 
 
-def regime_differences(runs: Sequence[CompactRun]) -> list[Regime]:
-    """Final reward of grpo+replay minus grpo in every regime that has both, paired by seed."""
+def off_the_usual(runs: Sequence[CompactRun]) -> dict[str, dict[str, str]]:
+    """Of every run, by its id, the settings that differ from what most of the runs have."""
     flats = {run.id: regime_of(run) for run in runs}
     usual = {
         key: Counter(flat.get(key) for flat in flats.values()).most_common(1)[0][0]
         for key in {key for flat in flats.values() for key in flat}
     }
+    return {
+        name: {key: flat.get(key, "absent") for key in sorted(usual) if flat.get(key) != usual[key]}
+        for name, flat in flats.items()
+    }
+
+
+def rates_of(runs: Sequence[CompactRun]) -> dict[str, dict[float, list[CompactRun]]]:
+    """The runs of every arm by learning rate, the rest of their settings as most of the runs have them."""
+    found: dict[str, dict[float, list[CompactRun]]] = defaultdict(lambda: defaultdict(list))
+    off = off_the_usual(runs)
+    for run in runs:
+        if not off[run.id].keys() - {RATE}:
+            found[run.arm][float(setting(run, RATE))].append(run)
+    return found
+
+
+def regime_differences(runs: Sequence[CompactRun]) -> list[Regime]:
+    """Final reward of grpo+replay minus grpo in every regime that has both, paired by seed."""
+    off = off_the_usual(runs)
     cells: dict[str, dict[str, list[CompactRun]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        flat = flats[run.id]
-        off = [f"{key}={flat.get(key, 'absent')}" for key in sorted(usual) if flat.get(key) != usual[key]]
-        cells[", ".join(off) or "the usual settings"][run.arm].append(run)
+        settings = ", ".join(f"{key}={value}" for key, value in off[run.id].items())
+        cells[settings or "the usual settings"][run.arm].append(run)
     return [
         Regime(
             name,

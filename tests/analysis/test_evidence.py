@@ -182,6 +182,21 @@ def test_regimes_are_named_by_what_is_off_the_usual() -> None:
     assert "in 2 regimes: 1 above 0; the largest +0.07 at optim.lr=0.001" in row(runs, "regimes").measured
 
 
+def test_each_arms_own_best_learning_rate() -> None:
+    runs = []
+    for seed in range(4):
+        for lr, reward in ((1e-4, 0.5), (3e-4, 0.6), (1e-3, 0.1)):
+            runs.append(made("search", "grpo", seed, level(reward), optim__lr=lr))
+        runs.append(made("search", "grpo", seed, level(0.9), optim__lr=3e-4, optim__minibatches=16))
+    found = row(runs, "final reward by learning rate")
+    assert found.measured == (
+        "grpo, final reward by learning rate: 0.0001: 0.500, 0.0003: 0.600, 0.001: 0.100; "
+        "best 0.0003 (chosen after the fact)"
+    )
+    assert found.n == "4 a rate" and found.interval == "range of 4: 0.6 to 0.6 at 0.0003"
+    assert len(found.runs) == 12
+
+
 def test_doses_and_controls() -> None:
     runs = []
     for seed in range(5):
