@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
+from moe_rl.analysis.claims_warning import warning_statements
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (
     Statement,
@@ -258,4 +259,4 @@ def statements(runs: Runs) -> list[Statement]:
             found.extend(section(suite, mine))
         if suite.startswith("recovery"):
             found.extend(recovery(suite, mine, runs))
-    return found
+    return [*found, *warning_statements(runs)]  # of all suites together: collapses are few

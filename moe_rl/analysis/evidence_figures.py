@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from moe_rl.analysis.claims_warning import SUITE, warning_figure
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
 from moe_rl.analysis.plots import STEP, Look, Panel, dress, legend, looks
@@ -244,7 +245,8 @@ def draw_all(runs: Runs) -> dict[str, Figure]:
             figure = recovery(mine, runs)
             if figure is not None:
                 found[suite] = figure
-    return found
+    warning = warning_figure(runs)
+    return found if warning is None else found | {SUITE: warning}
 
 
 def _error_bars(ax: Axes, x: Sequence[float], found: Sequence[Summary], style: Look, label: str) -> None:

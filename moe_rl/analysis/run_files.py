@@ -32,7 +32,7 @@ COLUMNS = (
     "ratio/sequence_std", "ratio/sequence_min", "ratio/sequence_max",
     "clip_frac/token", "clip_frac/sequence", "clip_frac/token_signblind",
     "drift/first", "drift/old", "drift/step", "replay/overridden", "intervention/experts",
-    "mismatch/kl_k3", "mismatch/experts", "load/max_violation", "time/total",
+    "mismatch/kl_k3", "mismatch/experts", "router_shift/gamma_mean", "load/max_violation", "time/total",
 )  # fmt: skip
 EVALS = ("eval/greedy", "eval/sampled")
 TRAINED, UNCLIPPED = "tokens/trained", "tokens/unclipped"

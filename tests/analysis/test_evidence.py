@@ -281,6 +281,7 @@ def test_everything_is_written_from_the_files_alone(tmp_path: Path, fig1: list[C
     rows = write_evidence(tmp_path, {"fig1_sort": "make evidence size=full block=fig1_sort"})
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
         "fig1_sort_convergence.png", "fig1_sort_survival.png", "fig1_sort_efficiency.png",
+        "early_warning.png",
     }  # fmt: skip
     page = (tmp_path / "claims.md").read_text()
     assert page.count("\n| ") == 1 + len(rows) and "`make evidence size=full block=fig1_sort`" in page
@@ -312,7 +313,7 @@ def test_every_kind_of_figure(fig1: list[CompactRun]) -> None:
     ]
     assert draw_all(runs).keys() == {
         "fig1_longer_longer", "fig1_sort_convergence", "fig1_sort_efficiency", "fig1_sort_survival",
-        "fig2_clip_clip_grid", "intervention_doses", "search_regimes",
+        "fig2_clip_clip_grid", "intervention_doses", "search_regimes", "early_warning",
     }  # fmt: skip
 
 
