@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
@@ -139,3 +140,4 @@ def register() -> None:
     OmegaConf.register_new_resolver("arm", arm_name, replace=True)
     OmegaConf.register_new_resolver("advantages", advantages_of, replace=True)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+    OmegaConf.register_new_resolver("cores", lambda: os.cpu_count() or 1, replace=True)

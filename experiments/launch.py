@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import Config, register, run_config
+from experiments.sweep import note_of
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.objectives import Objective
 from moe_rl.store import StoreError
@@ -70,11 +72,16 @@ class WritableOutput(Callback):
 def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | None:
     """Run one job in the directory Hydra gave it: that directory, or None where it was done already.
 
-    An error is one line on stderr; it ends the process, or in a sweep goes on to Hydra, which runs the other
-    jobs and then exits with 1.
+    An error is one line on stderr. It ends the process; in a sweep, where it must not stop the other runs, it
+    is noted for the end (`experiments.sweep`) and None returned.
     """
-    path = Path(HydraConfig.get().runtime.output_dir)
+    hydra_config = HydraConfig.get()
+    path = Path(hydra_config.runtime.output_dir)
     shown = os.path.relpath(path)
+    sweeping = hydra_config.mode == RunMode.MULTIRUN
+    note = note_of(Path(hydra_config.sweep.dir), path) if sweeping else None
+    if note is not None:
+        note.unlink(missing_ok=True)
     if (path / "DONE").exists():
         print(f"{shown}: done already")
         return None
@@ -85,11 +92,16 @@ def attempt(cfg: DictConfig, run: Callable[[DictConfig, Path], None]) -> Path | 
         print(f"\n{shown}: stopped; the same command continues it", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        print(f"{shown}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"{shown}: failed: {reason}", file=sys.stderr)
         if not (path / "config.yaml").exists():
             remove_empty(path)  # refused before it began
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
+        if note is not None:
+            if not isinstance(error, USER_ERRORS):
+                traceback.print_exc()
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(reason, encoding="utf-8")
+            return None
         if isinstance(error, USER_ERRORS):
             sys.exit(1)  # the line above says it all
         raise

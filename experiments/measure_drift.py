@@ -31,6 +31,7 @@ from experiments.launch import (
     starting_model,
     terminal_line,
 )
+from experiments.sweep import lists_failures
 from experiments.traces import model_sizes, read_trace
 from moe_rl.analysis.drift_report import write_drift_report
 from moe_rl.laboratory.offline import compare_traces
@@ -43,6 +44,7 @@ from moe_rl.training.border import check_together, require_gradable
 register_drift()
 
 
+@lists_failures
 @hydra.main(version_base="1.3", config_path=CONF, config_name="measure_drift")
 def main(cfg: DictConfig) -> None:
     path = attempt(cfg, run)

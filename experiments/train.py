@@ -25,6 +25,7 @@ from experiments.launch import (
     starting_model,
     terminal_line,
 )
+from experiments.sweep import lists_failures
 from moe_rl.analysis.comparison import collapse_of
 from moe_rl.models import LanguageModel
 from moe_rl.routing.routers import find_routers, has_routers
@@ -33,6 +34,7 @@ from moe_rl.training.border import check_together, require_gradable
 from moe_rl.training.loop import train
 
 
+@lists_failures
 @hydra.main(version_base="1.3", config_path=CONF, config_name="config")
 def main(cfg: DictConfig) -> None:
     path = attempt(cfg, run)
