@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from moe_rl.models import ModelConfig
 from moe_rl.objectives import OBJECTIVES, Objective, get_objective
 from moe_rl.tasks import TASKS, Task, get_task
+from moe_rl.tracking import TRACKERS, Tracker, get_tracker
 from moe_rl.training.config import TrainConfig
 
 
@@ -33,6 +34,7 @@ class Config(TrainConfig):
     device: str = "cpu"
     threads: int = 1  # torch threads of this process; parallelism belongs to the sweep
     output: str = "outputs"  # where run directories go
+    tracking: Any = None  # what shows the run beside its directory
 
 
 def arm_name(objective: str, replay_source: str | None) -> str:
@@ -45,7 +47,7 @@ def advantages_of(objective: str) -> str:
     return "mean" if objective in ("dr_grpo", "minirl") else "paper"
 
 
-EXECUTION_ONLY = ("hydra", "output", "checkpoint_every", "snapshot_every")
+EXECUTION_ONLY = ("hydra", "output", "checkpoint_every", "snapshot_every", "tracking")
 
 
 def run_config(cfg: DictConfig) -> dict[str, Any]:
@@ -83,6 +85,12 @@ def build_objective(cfg: DictConfig) -> Objective:
     return get_objective(options.pop("name"), **options)
 
 
+def build_tracker(cfg: DictConfig) -> Tracker | None:
+    options: dict[str, Any] = OmegaConf.to_container(cfg.tracking, resolve=True)  # type: ignore[assignment]
+    name = options.pop("name")
+    return None if name is None else get_tracker(name, **options)
+
+
 def train_config(cfg: DictConfig) -> Config:
     """The checked options as the dataclass that the loop takes."""
     config = OmegaConf.to_object(cfg)
@@ -115,7 +123,7 @@ def require_finite(value: Any, name: str = "") -> None:
 
 
 def _schema(name: str, cls: type) -> type:
-    """The options of a task or objective class as a Hydra schema, its name in front."""
+    """The options of a task, objective or tracker class as a Hydra schema, its name in front."""
     hints = get_type_hints(cls)
     options: list[tuple[str, Any, Any]] = [("name", str, name)]
     for option in fields(cls):
@@ -137,6 +145,8 @@ def register() -> None:
         store.store(group="task", name=f"schema_{name}", node=_schema(name, cls))
     for name, objective in OBJECTIVES.items():
         store.store(group="objective", name=f"schema_{name}", node=_schema(name, objective))
+    for name, tracker in TRACKERS.items():
+        store.store(group="tracking", name=f"schema_{name}", node=_schema(name, tracker))
     OmegaConf.register_new_resolver("arm", arm_name, replace=True)
     OmegaConf.register_new_resolver("advantages", advantages_of, replace=True)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from experiments.config import build_objective, build_task, run_config, train_config
+from experiments.config import build_objective, build_task, build_tracker, run_config, train_config
 from experiments.launch import (
     CONF,
     attempt,
@@ -30,6 +30,7 @@ from moe_rl.analysis.comparison import collapse_of
 from moe_rl.models import LanguageModel
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, environment, whole_directory
+from moe_rl.tracking import Tracking
 from moe_rl.training.border import check_together, require_gradable
 from moe_rl.training.loop import train
 
@@ -52,7 +53,7 @@ def main(cfg: DictConfig) -> None:
 def run(cfg: DictConfig, path: Path) -> None:
     """One run from config to DONE; what goes wrong after the config check leaves FAILED."""
     config = train_config(cfg)
-    task, objective = build_task(cfg), build_objective(cfg)
+    task, objective, tracker = build_task(cfg), build_objective(cfg), build_tracker(cfg)
     check_together(objective, config)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)
@@ -60,6 +61,8 @@ def run(cfg: DictConfig, path: Path) -> None:
     with RunStore.open(
         path, run_config(cfg), environment() | {"command": command("experiments.train")}
     ) as store:
+        if tracker is not None:
+            store.follow(Tracking(store, tracker, cfg.tracking.name))
         lm, warm = starting_model(config, cfg, path, task, objective, bar)
         title = f"{config.arm} seed {config.seed}"
         train(lm, task, objective, config, store, title=title, bar=bar)

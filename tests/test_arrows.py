@@ -16,13 +16,15 @@ ROOMS = {
     "laboratory": {"laboratory", "routing", "training", "models", "tasks", "objectives", "store"},
     "integrations": {"integrations", "routing", "objectives"},
     "analysis": {"analysis", "store"},
+    "evaluation": {"evaluation", "tasks", "analysis"},  # of analysis the statistics
+    "tracking": {"tracking", "store"},
 }
 # Importable without an extra, in every room; analysis must never see torch or a model.
 LIBRARIES = {
     "routing": {"torch", "transformers", "safetensors"},
     "objectives": {"torch", "transformers", "safetensors"},
 }
-OPTIONAL = {"megablocks", "trl", "reasoning_gym", "math_verify"}
+OPTIONAL = {"megablocks", "trl", "reasoning_gym", "math_verify", "tensorboard", "wandb", "trackio"}
 
 
 def modules():

@@ -7,7 +7,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import yaml
 from filelock import FileLock, Timeout
@@ -40,6 +40,19 @@ STREAMS = (*METRIC_STREAMS, "events")
 Stream = Literal["steps", "updates", "evals", "events"]
 
 
+class Follower(Protocol):
+    """What hears of the records of a run once they are stored; it must not raise."""
+
+    def rewound(self) -> None:
+        """A run starts, or resumes from the records that are left."""
+
+    def logged(self, stream: str, record: dict[str, Any]) -> None:
+        """A record was appended."""
+
+    def closed(self) -> None:
+        """The run ended or was interrupted; DONE or FAILED is written by now."""
+
+
 class RunStore:
     """Writes one run directory; open it with `RunStore.open` and use it as a context manager.
 
@@ -50,6 +63,7 @@ class RunStore:
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
         self._lock = lock
+        self._followers: list[Follower] = []
 
     @classmethod
     def open(
@@ -97,11 +111,17 @@ class RunStore:
             with writing(failed):
                 failed.unlink()
 
+    def follow(self, follower: Follower) -> None:
+        """Tell `follower` of every record from here on."""
+        self._followers.append(follower)
+
     def log(self, stream: Stream, record: dict[str, Any]) -> None:
         """Append one record to `<stream>.jsonl`; NaN and Infinity are kept."""
         if stream not in STREAMS:
             raise StoreError(f"expected a stream of {', '.join(STREAMS)}, got {stream!r}")
         append_line(self._stream(stream), record)
+        for follower in self._followers:
+            follower.logged(stream, record)
 
     def event(self, name: str, **details: Any) -> None:
         """Append a dated event (restarts, damaged checkpoints, earlier failures)."""
@@ -151,6 +171,8 @@ class RunStore:
             if later > step:
                 discard(path)
         drop_old(self.path / "checkpoints")  # a kill may have come between a save and this
+        for follower in self._followers:
+            follower.rewound()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run done: `summary` becomes the JSON content of DONE."""
@@ -162,6 +184,8 @@ class RunStore:
 
     def close(self) -> None:
         """Let other processes write here."""
+        while self._followers:
+            self._followers.pop().closed()
         if self._lock.is_locked:
             with contextlib.suppress(OSError):  # only says who holds the lock
                 (self.path / "run.pid").unlink(missing_ok=True)
