@@ -5,9 +5,10 @@ Metadata `moe_rl.routing_trace` is a JSON header; the tensors are
     experts   uint8 [bytes]: of every sequence its valid rows, layer by layer, from a whole byte on. A row of
               a layer is K ids of ⌈log2 E⌉ bits in the router's order, or the rank of its set (`SubsetCode`)
     valid     uint8 [B, ⌈T / 8⌉]: validity, bit t % 8 of byte t // 8
-    checksum  uint32 [B]: CRC-32 of header, validity, token hash and experts of every sequence; of a trace
-              without sequences uint32 [1], of its header
+    checksum  uint32 [B]: CRC-32 of header, validity, token hash, row versions and experts of every sequence;
+              of a trace without sequences uint32 [1], of its header
     token_hash  int64 [B], where the trace has one
+    row_versions  int32 [B, T], where the trace has them
 
 Rows that are not valid cost their validity bit, and are zeros when read.
 """
@@ -110,17 +111,22 @@ def write_trace(trace: RoutingTrace, path: Path, ordered: bool) -> None:
     code = RowCode(trace.num_experts, trace.top_k, ordered)
     valid_BT = trace.valid.cpu().numpy()
     hash_B = None if trace.token_hash is None else trace.token_hash.numpy()
+    versions_BT = None if trace.row_versions is None else trace.row_versions.cpu().contiguous().numpy()
     tensors = {"valid": np.packbits(valid_BT, axis=1, bitorder="little")}
     packed = [np.zeros(0, np.uint8)]
     for b in range(B):
         rows_NLK = trace.experts[b][trace.valid[b]].cpu()
         packed.append(code.pack(rows_NLK.flatten(0, 1).numpy()))
     text = json.dumps(header, separators=(",", ":"))
-    checksums = [_checksum(text, tensors["valid"][b], hash_B, b, packed[b + 1]) for b in range(B)]
+    checksums = [
+        _checksum(text, tensors["valid"][b], hash_B, versions_BT, b, packed[b + 1]) for b in range(B)
+    ]
     checksums = checksums or [zlib.crc32(text.encode())]
     tensors |= {"experts": np.concatenate(packed), "checksum": np.array(checksums, np.uint32)}
     if hash_B is not None:
         tensors["token_hash"] = hash_B
+    if versions_BT is not None:
+        tensors["row_versions"] = versions_BT
     _replace_file(path, tensors, text)
 
 
@@ -177,6 +183,7 @@ class TraceFile:
             source=self.source,
             weights_version=self.weights_version,
             token_hash=None if self._hash_B is None else torch.from_numpy(self._hash_B[index_B]),
+            row_versions=None if self._versions_BT is None else torch.from_numpy(self._versions_BT[index_B]),
         )
 
     def _read_header(self, header: dict[str, Any]) -> None:
@@ -197,8 +204,10 @@ class TraceFile:
         self._checksum_B = self._tensor("checksum", (max(B, 1),), np.uint32)
         if B == 0 and zlib.crc32(self._text.encode()) != self._checksum_B[0]:
             raise RoutingError(f"{self.path} is damaged: the checksum of its header does not match")
-        hashed = "token_hash" in self._file.keys()  # noqa: SIM118, not a dict
-        self._hash_B = self._tensor("token_hash", (B,), np.int64) if hashed else None
+        names = set(self._file.keys())
+        self._hash_B = self._tensor("token_hash", (B,), np.int64) if "token_hash" in names else None
+        versioned = "row_versions" in names
+        self._versions_BT = self._tensor("row_versions", (B, T), np.int32) if versioned else None
         self.valid = torch.from_numpy(
             np.unpackbits(self._bits_BT, axis=1, count=T, bitorder="little").view(bool)
         )
@@ -222,7 +231,8 @@ class TraceFile:
         start, stop = self._offsets[b], self._offsets[b + 1]
         # safetensors refuses an empty slice at the end
         data = self._file.get_slice("experts")[start:stop] if start < stop else np.zeros(0, np.uint8)
-        if _checksum(self._text, self._bits_BT[b], self._hash_B, b, data) != self._checksum_B[b]:
+        found = _checksum(self._text, self._bits_BT[b], self._hash_B, self._versions_BT, b, data)
+        if found != self._checksum_B[b]:
             raise RoutingError(f"the file is damaged: the checksum of sequence {b} does not match")
         L = len(self.layer_ids)
         experts_NK = self._code.unpack(data, self._counts[b] * L)
@@ -263,12 +273,18 @@ def _header_text(path: Path, metadata: dict[str, str]) -> str:
 
 
 def _checksum(
-    header: str, bits_T: NDArray[np.uint8], hash_B: NDArray[np.int64] | None, b: int, data: NDArray[np.uint8]
+    header: str,
+    bits_T: NDArray[np.uint8],
+    hash_B: NDArray[np.int64] | None,
+    versions_BT: NDArray[np.int32] | None,
+    b: int,
+    data: NDArray[np.uint8],
 ) -> int:
     parts: Sequence[bytes | NDArray[Any]] = (
         header.encode(),
         bits_T,
         b"" if hash_B is None else hash_B[b : b + 1],
+        b"" if versions_BT is None else versions_BT[b],
     )
     value = 0
     for part in (*parts, data):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl.routing.content import check_content
 from moe_rl.routing.errors import RoutingError
@@ -39,6 +39,7 @@ class RoutingTrace:
     num_experts  E, with zero and skip experts where a family has them.
     source       where the routing comes from, such as an engine's name.
     weights_version  of the weights that routed, in the count of whoever recorded.
+    row_versions int32 [B, T], the same of each row, where a trace holds rows of several (partial rollouts).
     token_hash   int64 [B] on the CPU, `hash_tokens` of the sequences; see `for_tokens`.
 
     Raises RoutingError when the fields do not fit each other; `validate` checks the ids themselves.
@@ -51,6 +52,7 @@ class RoutingTrace:
     source: str | None = None
     weights_version: int | None = None
     token_hash: Tensor | None = None
+    row_versions: Tensor | None = None
     _checked: tuple[int, int] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,13 @@ class RoutingTrace:
                 f"token_hash must be an int64 tensor [B] = {list(valid.shape[:1])} as hash_tokens returns, "
                 f"got {self.token_hash.dtype} {list(self.token_hash.shape)}"
             )
+        if self.row_versions is not None and (
+            self.row_versions.dtype != torch.int32 or self.row_versions.shape != valid.shape
+        ):
+            raise RoutingError(
+                f"row_versions must be an int32 tensor [B, T] = {list(valid.shape)}, "
+                f"got {self.row_versions.dtype} {list(self.row_versions.shape)}"
+            )
 
     @property
     def top_k(self) -> int:
@@ -91,7 +100,8 @@ class RoutingTrace:
     @property
     def nbytes(self) -> int:
         """Bytes held by the tensors."""
-        return sum(t.nbytes for t in (self.experts, self.valid, self.token_hash) if t is not None)
+        tensors = (self.experts, self.valid, self.token_hash, self.row_versions)
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def __getitem__(self, rows: Rows) -> RoutingTrace:
         """The same trace for some sequences; an int keeps the batch dimension, a slice copies nothing."""
@@ -101,6 +111,7 @@ class RoutingTrace:
             experts=self.experts[on_device],
             valid=self.valid[on_device],
             token_hash=None if self.token_hash is None else self.token_hash[index],
+            row_versions=self._versions_by(lambda versions_BT: versions_BT[on_device]),
         )
 
     def where(self, mask_BT: Tensor) -> RoutingTrace:
@@ -116,13 +127,21 @@ class RoutingTrace:
     def columns(self, start: int, stop: int | None = None) -> RoutingTrace:
         """The same trace for the input positions from `start` to before `stop`; drops the token hash."""
         within = slice(start, stop)
-        return self._derive(experts=self.experts[:, within], valid=self.valid[:, within], token_hash=None)
+        return self._derive(
+            experts=self.experts[:, within],
+            valid=self.valid[:, within],
+            token_hash=None,
+            row_versions=self._versions_by(lambda versions_BT: versions_BT[:, within]),
+        )
 
     def gather(self, index: Tensor) -> RoutingTrace:
         """The same rows at other places: int64 [B', T'] of flat indices b T + t; drops the token hash."""
         index = index.to(self.experts.device)
         return self._derive(
-            experts=self.experts.flatten(0, 1)[index], valid=self.valid.flatten()[index], token_hash=None
+            experts=self.experts.flatten(0, 1)[index],
+            valid=self.valid.flatten()[index],
+            token_hash=None,
+            row_versions=self._versions_by(lambda versions_BT: versions_BT.flatten()[index]),
         )
 
     def fit(self, length: int) -> RoutingTrace:
@@ -139,13 +158,17 @@ class RoutingTrace:
         experts[:, :T] = self.experts
         valid = self.valid.new_zeros(B, length)
         valid[:, :T] = self.valid
-        return self._derive(experts=experts, valid=valid)
+        padded = self._versions_by(
+            lambda versions_BT: nn.functional.pad(versions_BT, (0, length - T), value=-1)
+        )
+        return self._derive(experts=experts, valid=valid, row_versions=padded)
 
     @staticmethod
     def cat(traces: Sequence[RoutingTrace], dim: int = 0) -> RoutingTrace:
         """Join traces of one model: sequences (`dim` 0), or rows of the same sequences (1).
 
-        Source and weights version are kept where all agree, token hashes where all have one and dim is 0.
+        Source and weights version are kept where all agree, row versions where all have them, token hashes
+        where all have one and dim is 0.
         Raises RoutingError when layers, E, K or the other dimension differ.
         """
         if not traces:
@@ -160,6 +183,7 @@ class RoutingTrace:
                     + ("; use trace.fit(length) first" if dim == 0 else "")
                 )
         hashes = [trace.token_hash for trace in traces if trace.token_hash is not None]
+        versions = [trace.row_versions for trace in traces if trace.row_versions is not None]
         joined = replace(
             first,
             experts=torch.cat([trace.experts for trace in traces], dim),
@@ -167,12 +191,16 @@ class RoutingTrace:
             source=_common([trace.source for trace in traces]),
             weights_version=_common([trace.weights_version for trace in traces]),
             token_hash=torch.cat(hashes) if dim == 0 and len(hashes) == len(traces) else None,
+            row_versions=torch.cat(versions, dim) if len(versions) == len(traces) else None,
         )
         return joined._trusted() if all(trace._validated for trace in traces) else joined
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """The same trace on another device."""
-        return self._derive(experts=self.experts.to(device), valid=self.valid.to(device))
+        versions = self._versions_by(lambda versions_BT: versions_BT.to(device))
+        return self._derive(
+            experts=self.experts.to(device), valid=self.valid.to(device), row_versions=versions
+        )
 
     def compact(self) -> RoutingTrace:
         """The same trace in the smallest dtype that holds its ids, uint8 up to 256 experts."""
@@ -247,6 +275,9 @@ class RoutingTrace:
                     f"{name} must be [B, T] = {list(self.valid.shape)}, got {list(tensor.shape)}"
                 )
         return hash_tokens(ids_BT, mask_BT)
+
+    def _versions_by(self, change: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if self.row_versions is None else change(self.row_versions)
 
     def _derive(self, **changes: Any) -> RoutingTrace:
         derived = replace(self, **changes)

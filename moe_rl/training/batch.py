@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from moe_rl.routing import scoring_rows
 
 Result = TypeVar("Result")
+
+
+def filler(name: str, pad_id: int) -> int:
+    """What a field of a batch holds in columns without a token."""
+    return {"input_ids_BT": pad_id, "version_BT": -1, "turn_BT": -1}.get(name, 0)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,14 @@ class RolloutBatch:
     - `sampler_logp_BT` float32, log-probability (nats, at the rollout temperature) with which the sampler
       drew the token of that column, 0 outside the response;
     - `finished_B` bool: the response ended in a stop token;
-    - `prompt_length`: S.
+    - `prompt_length`: S;
+    - `sampler_entropy_BT` float32, entropy (nats) of the distribution that the token was drawn from;
+    - `version_BT` int64, of the weights that drew the token, in steps of training done before, -1 outside
+      the response;
+    - `turn_BT` int64, the turn that the token belongs to, from 0, -1 outside the response. Between two turns
+      are the environment's tokens, which are attended to and are no part of the response.
+
+    The last three are None in a batch that no sampler of this package made.
     """
 
     input_ids_BT: Tensor
@@ -34,6 +46,9 @@ class RolloutBatch:
     sampler_logp_BT: Tensor
     finished_B: Tensor
     prompt_length: int
+    sampler_entropy_BT: Tensor | None = None
+    version_BT: Tensor | None = None
+    turn_BT: Tensor | None = None
     _made: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -46,8 +61,13 @@ class RolloutBatch:
         return self._of(rows)
 
     def _of(self, rows: slice | Tensor) -> RolloutBatch:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
-        return replace(self, **{name: tensor[rows] for name, tensor in tensors.items()})
+        changes: dict[str, Any] = {name: tensor[rows] for name, tensor in self.tensors().items()}
+        return replace(self, **changes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by the name of their field."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def once(self, key: object, make: Callable[[], Result]) -> Result:
         """What follows from the batch alone, made the first time it is asked for."""
@@ -61,29 +81,34 @@ class RolloutBatch:
         prompt = max(batch.prompt_length for batch in batches)
         response = max(batch.input_ids_BT.shape[1] - batch.prompt_length for batch in batches)
 
-        def joined(name: str, value: float) -> Tensor:
-            return torch.cat(
-                [
-                    nn.functional.pad(
-                        getattr(batch, name),
-                        (
-                            prompt - batch.prompt_length,
-                            response - (batch.input_ids_BT.shape[1] - batch.prompt_length),
-                        ),
-                        value=value,
-                    )
-                    for batch in batches
-                ]
-            )
+        def padded(batch: RolloutBatch, name: str) -> Tensor:
+            tensor: Tensor = batch.tensors()[name]
+            if tensor.dim() == 1:
+                return tensor
+            left = prompt - batch.prompt_length
+            right = response - (tensor.shape[1] - batch.prompt_length)
+            return nn.functional.pad(tensor, (left, right), value=filler(name, pad_id))
 
-        return RolloutBatch(
-            input_ids_BT=joined("input_ids_BT", pad_id),
-            attention_mask_BT=joined("attention_mask_BT", 0),
-            response_mask_BT=joined("response_mask_BT", 0),
-            sampler_logp_BT=joined("sampler_logp_BT", 0),
-            finished_B=torch.cat([batch.finished_B for batch in batches]),
-            prompt_length=prompt,
-        )
+        names = set.intersection(*(set(batch.tensors()) for batch in batches))
+        joined: dict[str, Any] = {
+            name: torch.cat([padded(batch, name) for batch in batches]) for name in names
+        }
+        return replace(batches[0], **joined, prompt_length=prompt)
+
+    def longer(self, columns: dict[str, Tensor], pad_id: int) -> RolloutBatch:
+        """The same with the columns [B, M] of every field given, and fillers for the others, on the right."""
+        M = columns["input_ids_BT"].shape[1]
+        found: dict[str, Any] = {}
+        for name, tensor in self.tensors().items():
+            if tensor.dim() == 2:
+                filled = nn.functional.pad(tensor, (0, M), value=filler(name, pad_id))
+                filled[:, tensor.shape[1] :] = columns.get(name, filled[:, tensor.shape[1] :])
+                found[name] = filled
+        return replace(self, **found)
+
+    def ended(self, rows: Tensor) -> RolloutBatch:
+        """The same with these rows finished."""
+        return replace(self, finished_B=self.finished_B.index_fill(0, rows, True))
 
     def prompts(self) -> tuple[Tensor, Tensor]:
         """Token ids and attention mask of the prompt columns, [B, S] each."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from moe_rl.models import LanguageModel
 from moe_rl.store import RunStore, whole_directory
+from moe_rl.training.ahead import PREFIX, ahead_tensors, restore_ahead
+from moe_rl.training.sampler import Sampled
 
 if TYPE_CHECKING:  # the border, which a learner passes, reads this module
     from moe_rl.training.learner import Learner
@@ -59,25 +61,38 @@ def restore_optimizer(
         optimizer.state[parameter][key] = value.to(parameter.device)
 
 
-def save(learner: Learner, lm: LanguageModel, store: RunStore, step: int) -> None:
-    """What is due at the end of `step`: a checkpoint to resume from, a snapshot that stays."""
+def save(
+    learner: Learner, lm: LanguageModel, store: RunStore, step: int, ahead: Sampled | None = None
+) -> None:
+    """What is due at the end of `step`: a checkpoint to resume from, a snapshot that stays.
+
+    `ahead` is what was sampled for the next step already.
+    """
     config = learner.config
     if config.checkpoint_due(step):
         moments = optimizer_tensors(learner.trained, learner.optimizer)
-        store.save_checkpoint(step, model_tensors(learner.trained), moments, {"step": step})
+        state = moments | ahead_tensors(ahead)
+        store.save_checkpoint(step, model_tensors(learner.trained), state, {"step": step})
     if config.snapshot_due(step):
         with whole_directory(store.path / "snapshots" / f"step_{step}") as folder:
             lm.save(folder)
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore) -> int:
-    """Put the last good checkpoint back, drop what was logged after it; the steps done, 0 if none."""
+def resume(
+    model: nn.Module, optimizer: torch.optim.Optimizer, store: RunStore, device: torch.device
+) -> tuple[int, Sampled | None]:
+    """Put the last good checkpoint back and drop what was logged after it.
+
+    Returns the steps done, 0 if none, and what was sampled ahead for the next.
+    """
     checkpoint = store.latest_checkpoint()
     if checkpoint is None:
         store.rewind(-1)
-        return 0
+        return 0, None
     restore_model(model, checkpoint.model())
-    restore_optimizer(model, optimizer, checkpoint.optimizer())
+    state = checkpoint.optimizer()
+    moments = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+    restore_optimizer(model, optimizer, moments)
     store.rewind(checkpoint.step)
     store.event("resumed", step=checkpoint.step)
-    return checkpoint.step
+    return checkpoint.step, restore_ahead(state, device)

@@ -222,6 +222,8 @@ class TrainConfig:
             raise ValueError(
                 "rollout.refill joins batches of different widths: not with replay.source=rollout"
             )
+        if not self.rollout.recompute:
+            self._check_without_recompute()
         if self.drift_every < 0:
             raise ValueError(f"drift_every={self.drift_every}: must be at least 0 (0: never)")
         if self.precision not in PRECISIONS:
@@ -275,3 +277,21 @@ class TrainConfig:
                 raise ValueError(f"{name}={number}: must be a number of at least 0")
         if not self.optim.max_grad_norm > 0:
             raise ValueError(f"optim.max_grad_norm={self.optim.max_grad_norm}: must be above 0")
+
+    def _check_without_recompute(self) -> None:
+        if self.replay.source == "old_policy":
+            raise ValueError(
+                "replay.source=old_policy replays the experts of the old-policy pass, which "
+                "rollout.recompute=false leaves out: use replay=rollout, whose experts and log-probabilities "
+                "are the sampler's"
+            )
+        if self.mismatch.correction is not None:
+            raise ValueError(
+                f"mismatch.correction={self.mismatch.correction} weighs by π_old/μ, which is 1 with "
+                "rollout.recompute=false: drop one of the two"
+            )
+        if self.intervention.expert_changes is not None:
+            raise ValueError(
+                "intervention.expert_changes swaps the experts of the old-policy pass: not with "
+                "rollout.recompute=false"
+            )

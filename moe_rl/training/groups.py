@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,14 +11,13 @@ from torch import Tensor
 
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import equal_rewards
-from moe_rl.routing import RoutingTrace, record_routing
+from moe_rl.routing import RoutingTrace
 from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.grading import grade
-from moe_rl.training.prefix import distinct_prompts
-from moe_rl.training.rollout import sample_responses
 from moe_rl.training.rollout_config import RolloutConfig
+from moe_rl.training.sampler import Sampled, Sampler, copy_in
 from moe_rl.training.seeds import random_stream
 
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ class Groups:
 
     `rewards_PG` as the task graded them; `trace`, what the sampler's decoding routed, where it was recorded;
     `rounds` of sampling it took and the mean reward `sampled_reward` of all their responses, also of those
-    that dynamic sampling set aside.
+    that dynamic sampling set aside; `version` of the weights that sampled last, as in `RolloutBatch`.
     """
 
     batch: RolloutBatch
@@ -43,6 +40,7 @@ class Groups:
     sampled_reward: float
     rounds: int = 1
     trace: RoutingTrace | None = None
+    version: int = 0
 
     @property
     def has_signal_P(self) -> Tensor:
@@ -57,24 +55,30 @@ class Groups:
 
 
 def sample_groups(
-    learner: Learner, lm: LanguageModel, task: Task, step: int, *, record: bool = False
+    learner: Learner,
+    lm: LanguageModel,
+    task: Task,
+    step: int,
+    *,
+    record: bool = False,
+    ahead: Sampled | None = None,
 ) -> Groups:
     """Sample and grade the rollout batch of a step; with `rollout.refill`, until its groups have a signal.
 
     `lm` holds the learner's policy. `record` keeps the sampler's routing; it does not go with `refill`.
+    `ahead` are the first tokens of the responses, where `sample_ahead` drew them before.
 
     Dynamic sampling (DAPO Eq. 11): groups whose rewards are all equal are replaced from up to `refill`
     further batches of fresh prompts; what is still missing then is filled with groups without signal, spread
     evenly, so that the batch keeps its size and every mini-batch its share of signal.
     """
-    config, seed = learner.config.rollout.at(step), learner.config.seed
-    lm = lm if config.sampler_dtype is None else copy_in(lm, getattr(torch, config.sampler_dtype))
+    config, seed = learner.config.rollout, learner.config.seed
+    sampler = sampler_of(learner, lm, step, record)
     drawn: list[Groups] = []
     for round_ in range(1 + config.refill):
-        first = seed * PROMPTS_PER_SEED + first_prompt(config, step, round_)
-        problems = [task.train(first + i) for i in range(config.prompts)]
+        problems = problems_of(learner, task, step, round_)
         with random_stream(seed, "rollout", step, round_):
-            drawn.append(sample_and_grade(lm, task, problems, config, record, learner.share_prompts))
+            drawn.append(sample_and_grade(sampler, task, problems, ahead))
         if sum(int(groups.has_signal_P.sum()) for groups in drawn) >= config.prompts:
             break
     if config.refill == 0:
@@ -83,6 +87,41 @@ def sample_groups(
     kept = whole.has_signal_P.nonzero().flatten()[: config.prompts]
     idle = (~whole.has_signal_P).nonzero().flatten()[: config.prompts - len(kept)]
     return whole.take(interleave(kept, idle))
+
+
+def sample_ahead(
+    learner: Learner, lm: LanguageModel, task: Task, step: int, *, record: bool = False
+) -> Sampled | None:
+    """The first `rollout.ahead` tokens of the responses of the step after `step`, by this step's weights.
+
+    To be called before the updates of `step`. None where there is no such option or no such step.
+    """
+    config = learner.config
+    if not config.rollout.ahead or step == config.steps:
+        return None
+    sampler = sampler_of(learner, lm, step, record)
+    problems = problems_of(learner, task, step + 1)
+    with random_stream(config.seed, "ahead", step + 1):
+        return sampler.start(prompts_of(sampler, problems), config.rollout.ahead)
+
+
+def sampler_of(learner: Learner, lm: LanguageModel, step: int, record: bool) -> Sampler:
+    """The sampler with the weights as they are now, after `step` - 1 steps, under the options of `step`."""
+    config = learner.config.rollout.at(step)
+    lm = lm if config.sampler_dtype is None else copy_in(lm, getattr(torch, config.sampler_dtype))
+    return Sampler(lm, config, step - 1, record, learner.share_prompts)
+
+
+def problems_of(learner: Learner, task: Task, step: int, round_: int = 0) -> list[Problem]:
+    """The problems of a step, from the seed's stretch of the task's stream."""
+    config = learner.config.rollout
+    first = learner.config.seed * PROMPTS_PER_SEED + first_prompt(config, step, round_)
+    return [task.train(first + i) for i in range(config.prompts)]
+
+
+def prompts_of(sampler: Sampler, problems: Sequence[Problem]) -> list[list[int]]:
+    """The prompt of each problem, once for every response of its group."""
+    return [ids for p in problems for ids in [prompt_ids(sampler.lm.tokenizer, p)] * sampler.config.responses]
 
 
 def first_prompt(config: RolloutConfig, step: int, round_: int = 0) -> int:
@@ -96,13 +135,6 @@ def first_prompt(config: RolloutConfig, step: int, round_: int = 0) -> int:
     return sets * config.query_set + within * config.prompts % config.query_set
 
 
-def copy_in(lm: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """The model with its weights rounded to `dtype`, as an inference engine gets them after every update."""
-    rounded = copy.deepcopy(lm.model)
-    rounded.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to
-    return replace(lm, model=rounded)
-
-
 def interleave(first: Tensor, second: Tensor) -> Tensor:
     """Both in their own order, spread evenly over the result."""
     places = [(torch.arange(len(part)) + 0.5) / max(len(part), 1) for part in (first, second)]
@@ -110,57 +142,34 @@ def interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def sample_and_grade(
-    lm: LanguageModel,
-    task: Task,
-    problems: Sequence[Problem],
-    config: RolloutConfig,
-    record: bool,
-    share_prompts: bool,
+    sampler: Sampler, task: Task, problems: Sequence[Problem], ahead: Sampled | None = None
 ) -> Groups:
     """G responses to each problem, from torch's current random state, and the task's reward of each."""
-    prompts = [ids for p in problems for ids in [prompt_ids(lm.tokenizer, p)] * config.responses]
-    width = max(map(len, prompts))
-    size = config.microbatch or len(prompts)
-    parts, traces = [], []
-    for start in range(0, len(prompts), size):
-        with record_routing(lm.model) if record else nullcontext() as recorder:
-            part = sample_responses(
-                lm,
-                prompts[start : start + size],
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                prompt_length=width,
-                share_prompts=share_prompts,
-            )
-        parts.append(part)
-        if recorder is not None:
-            traces.append(whole_trace(recorder.traces(), part))
-    batch = RolloutBatch.cat(parts, lm.pad_id)
+    lm, config = sampler.lm, sampler.config
+    if ahead is None:
+        sampled = sampler.start(prompts_of(sampler, problems), config.max_new_tokens)
+    else:
+        sampled = sampler.go_on(ahead, config.max_new_tokens - config.ahead)
     rewards = [
-        grade(lm, task, problems[row // config.responses], ids) for row, ids in enumerate(batch.responses())
+        grade(lm, task, problems[row // config.responses], ids)
+        for row, ids in enumerate(sampled.batch.responses())
     ]
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).reshape(len(problems), config.responses)
-    length = batch.input_ids_BT.shape[1]
-    trace = RoutingTrace.cat([trace.fit(length) for trace in traces]) if traces else None
-    return Groups(batch, rewards_PG, rewards_PG.mean().item(), trace=trace)
-
-
-def whole_trace(traces: Sequence[RoutingTrace], batch: RolloutBatch) -> RoutingTrace:
-    """The sampler's trace [B, T]: one recording, or that of shared prompts and the one that continued it."""
-    trace = traces[-1]
-    if len(traces) == 2:
-        once = traces[0]
-        rows = distinct_prompts(*batch.prompts()).of_row_B
-        read = once.valid.shape[1]
-        trace = RoutingTrace.cat([once[rows], trace.columns(read)], dim=1)
-    return trace.fit(batch.input_ids_BT.shape[1]).where(batch.attention_mask_BT)
+    return Groups(
+        sampled.batch,
+        rewards_PG,
+        rewards_PG.mean().item(),
+        trace=sampled.trace,
+        version=sampler.version,
+    )
 
 
 def concatenate(parts: Sequence[Groups], pad_id: int) -> Groups:
     """All groups of equally large parts, their batches padded to one width."""
     batch = RolloutBatch.cat([part.batch for part in parts], pad_id)
     rewards_PG = torch.cat([part.rewards_PG for part in parts])
-    return Groups(batch, rewards_PG, rewards_PG.mean().item(), rounds=len(parts))
+    mean = rewards_PG.mean().item()
+    return Groups(batch, rewards_PG, mean, rounds=len(parts), version=parts[-1].version)
 
 
 def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, cache: int) -> Tensor:

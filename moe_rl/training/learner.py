@@ -48,6 +48,12 @@ class Learner:
         wanted |= self.config.intervention.expert_changes is not None
         return self.moe and (wanted or "router_shift_BT" in self.needs)
 
+    def needs_old_policy_pass(self, step: int) -> bool:
+        """Whether a step runs π_old over its batch, or has from the sampler all that it needs of it."""
+        of_pass = {"values_BT", "router_shift_BT"} & self.needs
+        measured = self.moe and self.config.drift_due(step)
+        return self.config.rollout.recompute or measured or bool(of_pass)
+
 
 def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainConfig) -> Learner:
     """Call before a checkpoint is restored: the reference is the policy as it is now.

@@ -19,12 +19,12 @@ from moe_rl.training.checkpoint import resume, save
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.evaluate import evaluate
 from moe_rl.training.grading import GuardedTask
-from moe_rl.training.groups import sample_groups
+from moe_rl.training.groups import sample_ahead, sample_groups
 from moe_rl.training.intervention import intervene
 from moe_rl.training.learner import Learner, make_learner
 from moe_rl.training.measure import PhaseClock, step_metrics
 from moe_rl.training.nonfinite import Evidence, collapse_when_sampling, is_finite
-from moe_rl.training.passes import native_routing, old_policy_pass, split
+from moe_rl.training.passes import native_routing, old_policy, split
 from moe_rl.training.precision import compute_in
 from moe_rl.training.progress import steps_bar
 from moe_rl.training.signal import learning_signal
@@ -62,7 +62,7 @@ def train_with(
 ) -> None:
     """`train` with what the objective needs: from the last checkpoint on, step by step."""
     policy, config = learner.policy, learner.config
-    done = resume(learner.trained, learner.optimizer, store)
+    done, ahead = resume(learner.trained, learner.optimizer, store, lm.model.device)
     if done == 0:
         store.event("shares_prompts", value=learner.share_prompts)
         evaluate(lm, task, config, store, 0, title)
@@ -72,16 +72,19 @@ def train_with(
         clock = PhaseClock()
 
         # Sample G responses to each of P prompts from the current policy, which is π_old from here on, and
-        # reward each whole response.
+        # reward each whole response. Under partial rollout the first tokens were drawn a step ago.
         with clock("rollout"), collapse_when_sampling(store, step):
-            groups = sample_groups(learner, lm, task, step, record=config.replay.source == "rollout")
+            routed = config.replay.source == "rollout"  # its routing is recorded
+            groups = sample_groups(learner, lm, task, step, record=routed, ahead=ahead)
+            ahead = sample_ahead(learner, lm, task, step, record=routed)
         batch = groups.batch
 
-        # Old-policy pass: log-probabilities and routing, by the forward that training uses; then the group
-        # advantages Â_i = (r_i - mean r) / std r (Eq. 3) and what else the objective asks for.
+        # Old-policy pass: log-probabilities and routing, by the forward that training uses, or the sampler's
+        # in its place (§5.4); then the group advantages Â_i = (r_i - mean r) / std r (Eq. 3) and what else
+        # the objective asks for.
         plan = split(len(batch), config.optim.minibatches, config.optim.microbatch)
         with clock("old_policy"):
-            old = old_policy_pass(learner, groups, plan)
+            old = old_policy(learner, groups, plan, step)
             old, intervention = intervene(learner, batch, old, plan, step)
             signal = learning_signal(learner, groups, old, plan)
 
@@ -125,4 +128,4 @@ def train_with(
             raise evidence.collapse_of_update(updates[-1], len(updates))
         if not finite:
             raise evidence.collapse_of_policy(updates)
-        save(learner, lm, store, step)
+        save(learner, lm, store, step, ahead)

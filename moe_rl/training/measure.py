@@ -58,7 +58,7 @@ def step_metrics(
         **response_metrics(batch),
         "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
         **metrics_over(learner, old, signal, updates),
-        **mismatch_metrics(old.logp_BT, batch.sampler_logp_BT, batch.response_mask_BT),
+        **sampler_metrics(learner, groups, old),
         **signal.metrics,
         **update_metrics(updates, skipped),
         **routing_metrics(old.trace, groups.trace, batch.routing_rows_BT),
@@ -81,6 +81,25 @@ def response_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response/length": batch.response_lengths_B.mean().item(),
         "response/truncated": 1.0 - batch.finished_B.float().mean().item(),
     }
+
+
+def sampler_metrics(learner: Learner, groups: Groups, old: OldPolicy) -> dict[str, float]:
+    """How far the trainer's π_old is from the sampler, where the trainer's forward was run; under partial
+    rollout also on the tokens of older weights and on the others, and the share of the first."""
+    batch = groups.batch
+    found: dict[str, float] = {}
+    if old.trainer_logp_BT is not None:
+        found |= mismatch_metrics(old.trainer_logp_BT, batch.sampler_logp_BT, batch.response_mask_BT)
+    if learner.config.rollout.ahead and batch.version_BT is not None:
+        on_BT = batch.response_mask_BT > 0
+        older_BT = on_BT & (batch.version_BT < groups.version)
+        found["rollout/older_tokens"] = older_BT.sum().item() / max(on_BT.sum().item(), 1)
+        for name, part_BT in (("older", older_BT), ("current", on_BT & ~older_BT)):
+            if old.trainer_logp_BT is not None:
+                of_part = mismatch_metrics(old.trainer_logp_BT, batch.sampler_logp_BT, part_BT)
+                for metric in ("mismatch/kl_k3", "mismatch/logp_abs_diff_mean"):
+                    found[f"{metric}_{name}"] = of_part[metric]
+    return found
 
 
 def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> float:

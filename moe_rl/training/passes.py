@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,7 +45,8 @@ class OldPolicy:
     """π_old on a rollout batch, before the updates: `Scores`' fields, and its trace on all rows.
 
     `trace` is its native routing, None for a dense model; `forced` what replay forces, None without replay;
-    `values_BT` and `router_logp_BTLK` are there where the objective asks for them.
+    `values_BT` and `router_logp_BTLK` are there where the objective asks for them; `trainer_logp_BT` is what
+    the training forward gave for `logp_BT`, None where it was not run.
     """
 
     logp_BT: Tensor
@@ -54,6 +55,26 @@ class OldPolicy:
     forced: Forced | None = None
     values_BT: Tensor | None = None
     router_logp_BTLK: Tensor | None = None
+    trainer_logp_BT: Tensor | None = None
+
+
+def old_policy(learner: Learner, groups: Groups, plan: Plan, step: int) -> OldPolicy:
+    """π_old before the updates: by its pass, or with `rollout.recompute=false` by the sampler (GSPO §5.4).
+
+    Then log-probabilities and entropy are the sampler's, and the pass is run only where it is needed for
+    something else; under R3 the sampler's own experts are forced, as with the pass.
+    """
+    if learner.config.rollout.recompute:
+        return old_policy_pass(learner, groups, plan)
+    batch = groups.batch
+    assert batch.sampler_entropy_BT is not None
+    if learner.needs_old_policy_pass(step):
+        passed = old_policy_pass(learner, groups, plan)
+        return replace(passed, logp_BT=batch.sampler_logp_BT, entropy_BT=batch.sampler_entropy_BT)
+    forced = None
+    if groups.trace is not None:
+        forced = what_is_forced(learner.config.replay, groups.trace, batch)
+    return OldPolicy(batch.sampler_logp_BT, batch.sampler_entropy_BT, None, forced)
 
 
 @torch.no_grad()
@@ -101,6 +122,7 @@ def old_policy_pass(learner: Learner, groups: Groups, plan: Plan) -> OldPolicy:
         forced,
         values_BT=joined(values),
         router_logp_BTLK=joined(router_logps),
+        trainer_logp_BT=logp_BT,
     )
 
 

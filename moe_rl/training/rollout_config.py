@@ -18,6 +18,12 @@ class RolloutConfig:
     query_set: int | None = None  # as many prompts, trained on again and again; None: fresh ones every step
     query_set_steps: int | None = None  # steps until they are replaced by as many new ones; None: never
     sampler_dtype: str | None = None  # bfloat16: a copy of the weights in it samples, an engine of its own
+    # False: π_old's log-probabilities are the sampler's own (GSPO §5.4). An old-policy pass is then run only
+    # in steps that measure drift, and where the objective asks for π_old's values or router shift.
+    recompute: bool = True
+    # Partial rollout: as many first tokens of a step's responses are drawn before the updates of the step
+    # before, and the responses go on with the weights after them; 0: off
+    ahead: int = 0
     temperature: float = 1.0  # of the sampler, and of every log-probability that enters a ratio
     top_p: float = 1.0  # only 1.0: see `check`
     top_k: int = 0  # only 0 (off): see `check`
@@ -51,6 +57,16 @@ class RolloutConfig:
                 f"rollout.sampler_dtype={self.sampler_dtype!r}: expected bfloat16, float16 or null"
             )
         self._check_schedules()
+        shortest = min([self.max_new_tokens, *(limit for _, limit in self.length_schedule)])
+        if not 0 <= self.ahead < shortest:
+            raise ValueError(
+                f"rollout.ahead={self.ahead}: expected 0 (off) to {shortest - 1}, one less than the "
+                "tokens of a response"
+            )
+        if self.ahead and self.refill:
+            raise ValueError(
+                "rollout.refill draws prompts that nothing was sampled ahead for: not with rollout.ahead"
+            )
         if self.overlong_cache is not None and not 0 < self.overlong_cache <= self.max_new_tokens:
             raise ValueError(
                 f"rollout.overlong_cache={self.overlong_cache}: expected 1 to rollout.max_new_tokens="

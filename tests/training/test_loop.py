@@ -45,10 +45,10 @@ def test_drift_is_exactly_zero_without_an_update(tmp_path, fresh, run, config):
 
 def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, monkeypatch, run, config):
     """The logged number against one computed by hand from two plain recorded forwards."""
-    from moe_rl.training import groups, loop
+    from moe_rl.training import loop, sampler
 
     batches, before = [], []
-    sample = groups.sample_responses
+    sample = sampler.sample_responses
 
     def spy(lm, *args, **kwargs):
         batch = sample(lm, *args, **kwargs)
@@ -62,7 +62,7 @@ def test_drift_is_of_native_routing_on_response_rows(tmp_path, fresh, monkeypatc
         before.append(recorder.trace())
         return batch
 
-    monkeypatch.setattr(groups, "sample_responses", spy)
+    monkeypatch.setattr(sampler, "sample_responses", spy)
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: None)
     lm = fresh()
     result = run(tmp_path / "run", lm, config(steps=1, replay=ReplayConfig("old_policy")))

@@ -138,9 +138,9 @@ def test_entropy_bonus_raises_entropy(tmp_path, lm, run, config):
 
 
 def test_a_rejecting_correction_takes_tokens_out_of_the_loss(tmp_path, fresh, run, config, monkeypatch):
-    from moe_rl.training import groups
+    from moe_rl.training import sampler
 
-    sample = groups.sample_responses
+    sample = sampler.sample_responses
 
     def other_engine(*args, **kwargs):
         """As if the sampler had found every token of the first half of the batch far more likely."""
@@ -149,7 +149,7 @@ def test_a_rejecting_correction_takes_tokens_out_of_the_loss(tmp_path, fresh, ru
         logp[: len(batch) // 2] += 2.0 * batch.response_mask_BT[: len(batch) // 2]
         return replace(batch, sampler_logp_BT=logp)
 
-    monkeypatch.setattr(groups, "sample_responses", other_engine)
+    monkeypatch.setattr(sampler, "sample_responses", other_engine)
     plain = run(tmp_path / "plain", fresh(), config(steps=1)).updates()
     rejected = run(
         tmp_path / "rejected", fresh(), config(steps=1, mismatch=MismatchConfig("sequence_rejection"))
@@ -162,15 +162,15 @@ def test_a_rejecting_correction_takes_tokens_out_of_the_loss(tmp_path, fresh, ru
 
 
 def test_truncated_weights_scale_the_gradient(tmp_path, fresh, run, config, monkeypatch):
-    from moe_rl.training import groups
+    from moe_rl.training import sampler
 
-    sample = groups.sample_responses
+    sample = sampler.sample_responses
 
     def other_engine(*args, **kwargs):
         batch = sample(*args, **kwargs)
         return replace(batch, sampler_logp_BT=batch.sampler_logp_BT + 5.0 * batch.response_mask_BT)
 
-    monkeypatch.setattr(groups, "sample_responses", other_engine)
+    monkeypatch.setattr(sampler, "sample_responses", other_engine)
     plain = run(tmp_path / "plain", fresh(), config(steps=1)).updates()
     weighted = run(
         tmp_path / "weighted", fresh(), config(steps=1, mismatch=MismatchConfig("token_tis"))
@@ -272,15 +272,15 @@ def test_objectives_and_options_that_do_not_go_together(config, name, options, c
 def test_the_off_policy_mask_drops_drifted_responses_of_negative_advantage(
     tmp_path, fresh, run, config, monkeypatch
 ):
-    from moe_rl.training import groups
+    from moe_rl.training import sampler
 
-    sample = groups.sample_responses
+    sample = sampler.sample_responses
 
     def other_engine(*args, **kwargs):
         batch = sample(*args, **kwargs)
         return replace(batch, sampler_logp_BT=batch.sampler_logp_BT + 1.0 * batch.response_mask_BT)
 
-    monkeypatch.setattr(groups, "sample_responses", other_engine)
+    monkeypatch.setattr(sampler, "sample_responses", other_engine)
 
     def gradient(name, **mismatch):
         return run(tmp_path / name, fresh(), config(steps=1, mismatch=MismatchConfig(**mismatch))).updates()[

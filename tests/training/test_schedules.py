@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from moe_rl.training.border import check_model
 from moe_rl.training.config import OptimConfig, RolloutConfig
-from moe_rl.training.groups import copy_in, first_prompt
+from moe_rl.training.groups import first_prompt
+from moe_rl.training.sampler import copy_in
 
 SMALL = RolloutConfig(prompts=4, responses=4, max_new_tokens=6)
 
