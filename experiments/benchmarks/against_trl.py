@@ -93,9 +93,9 @@ def measure(*, quick: bool) -> Report:
 
 def load_trl() -> Any:
     try:
-        import trl
+        from moe_rl.integrations.trl import trl
     except ModuleNotFoundError as error:
-        raise SystemExit("TRL is not installed: pip install -c constraints.txt -e '.[peers]'") from error
+        raise SystemExit(str(error)) from error
     return trl
 
 

@@ -1,0 +1,1 @@
+"""Engines that other people maintain, with routing record, replay and measurement added: TRL's trainer."""
