@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from moe_rl.tasks.splits import is_held_out
 from moe_rl.tasks.tokenizers import bpe_tokenizer
 
 GRADINGS = ("math", "exact")
+FIELDS = '{"prompt": ..., "answer": ...}'
 TIMEOUT_S = 5
 
 
@@ -71,7 +73,7 @@ class Jsonl:
         """1.0 for a right answer, else 0.0. Grading "math" works in the main thread only: RuntimeError."""
         if response_text.strip() == problem.answer.strip():
             return 1.0
-        return float(self.grading == "math" and _equal_in_math(problem.answer, response_text))
+        return float(self.grading == "math" and equal_in_math(problem.answer, response_text))
 
     def default_tokenizer(self) -> PreTrainedTokenizerFast:
         """BPE with single digits, trained on the training problems."""
@@ -96,33 +98,49 @@ def read_problems(path: Path) -> list[Problem]:
     Raises ValueError naming file and line for anything but an object with non-blank strings "prompt" and
     "answer", and for a file without problems; FileNotFoundError without the file.
     """
-    lines = enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), start=1)
-    problems = [_problem(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    problems = [_problem(record, where) for where, record in read_objects(path, FIELDS)]
     if not problems:
-        raise ValueError(f'{path}: no problems: expected one {{"prompt": ..., "answer": ...}} a line')
+        raise ValueError(f"{path}: no problems: expected one {FIELDS} a line")
     return problems
 
 
-def _problem(line: bytes, where: str) -> Problem:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
-        raise ValueError(
-            f"{where}: expected one JSON object in UTF-8, got {line[:60]!r} ({error})"
-        ) from error
-    if not isinstance(record, dict):
-        raise ValueError(f'{where}: expected an object {{"prompt": ..., "answer": ...}}, got {line[:60]!r}')
-    for key in ("prompt", "answer"):
-        value = record.get(key)
-        if key not in record:
-            found = ", ".join(repr(name) for name in list(record)[:6]) or "none"
-            raise ValueError(f'{where}: expected "{key}" as a non-blank string, its fields are {found}')
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError(f'{where}: expected "{key}" as a non-blank string, got {value!r}')
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f'{where}: "{key}" holds half a surrogate pair, which is no text: {value!r}')
-    metadata = {key: value for key, value in record.items() if key not in ("prompt", "answer")}
-    return Problem(record["prompt"], record["answer"], metadata)
+def read_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE, line N", object) of every line of a UTF-8 JSONL file; blank lines are skipped.
+
+    Raises ValueError naming file and line for anything but an object, which should have had `fields`.
+    """
+    lines = enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), start=1)
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
+            raise ValueError(
+                f"{where}: expected one JSON object in UTF-8, got {line[:60]!r} ({error})"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: expected an object {fields}, got {line[:60]!r}")
+        yield where, record
+
+
+def read_text(record: Mapping[str, Any], key: str, where: str) -> str:
+    """A non-blank string of an object; ValueError, naming file and line, for anything else."""
+    value = record.get(key)
+    if key not in record:
+        found = ", ".join(repr(name) for name in list(record)[:6]) or "none"
+        raise ValueError(f'{where}: expected "{key}" as a non-blank string, its fields are {found}')
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f'{where}: expected "{key}" as a non-blank string, got {value!r}')
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f'{where}: "{key}" holds half a surrogate pair, which is no text: {value!r}')
+    return value
+
+
+def _problem(record: dict[str, Any], where: str) -> Problem:
+    prompt, answer = (read_text(record, key, where) for key in ("prompt", "answer"))
+    return Problem(prompt, answer, {key: v for key, v in record.items() if key not in ("prompt", "answer")})
 
 
 @lru_cache(maxsize=8)
@@ -133,7 +151,8 @@ def _order(split: str, epoch: int, size: int) -> list[int]:
     return order
 
 
-def _equal_in_math(answer: str, response: str) -> bool:
+def equal_in_math(answer: str, response: str) -> bool:
+    """Whether math-verify finds the last expression of `response` equal to `answer`; main thread only."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "math-verify limits its time by a signal, which only the main thread can receive: "
