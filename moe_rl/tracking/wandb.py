@@ -9,6 +9,7 @@ from moe_rl.store.reader import Status
 from moe_rl.tracking.rows import Row
 from moe_rl.tracking.tracker import TrackedRun
 
+CONNECT_S = 30.0  # then the run goes on without
 UPLOAD_S = 120.0  # a run that is done does not wait longer for a network; `wandb sync` sends the rest
 
 
@@ -55,6 +56,7 @@ class Wandb:
                 silent=True,  # our own terminal output says what happens
                 console="off",
                 login_timeout=60.0,  # for a key typed at the terminal; a sweep nobody watches goes on
+                init_timeout=CONNECT_S,
                 finish_timeout=UPLOAD_S,
                 finish_timeout_raises=True,
             ),
