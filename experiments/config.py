@@ -22,6 +22,28 @@ from moe_rl.training.config import TrainConfig
 
 
 @dataclass
+class HardwareConfig:
+    """The machines a dry run plans for; a run does not read it. GB are 1e9 bytes; null: what is here."""
+
+    gpus: int = 1  # over which FSDP2 shards weights, gradients and moments
+    gpu_memory_gb: float | None = None  # of one GPU; on a CPU, of the machine
+    host_memory_gb: float | None = None  # of all nodes
+    disk_gb: float | None = None  # free where `output` is
+    # GPUs that share the weights of a sampler beside the training (vLLM); null: the model in training samples
+    sampler_tensor_parallel: int | None = None
+
+    def check(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise ValueError(f"hardware.{name}={value}: must be above 0")
+        if self.sampler_tensor_parallel is not None and self.gpus % self.sampler_tensor_parallel:
+            raise ValueError(
+                f"hardware.sampler_tensor_parallel={self.sampler_tensor_parallel}: must divide "
+                f"hardware.gpus={self.gpus}"
+            )
+
+
+@dataclass
 class Config(TrainConfig):
     """A whole run."""
 
@@ -34,6 +56,8 @@ class Config(TrainConfig):
     device: str = "cpu"
     threads: int = 1  # torch threads of this process; parallelism belongs to the sweep
     output: str = "outputs"  # where run directories go
+    dry_run: bool = False  # check everything short of loading weights, write nothing
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: Any = None  # what shows the run beside its directory
 
 
@@ -47,7 +71,7 @@ def advantages_of(objective: str) -> str:
     return "mean" if objective in ("dr_grpo", "minirl") else "paper"
 
 
-EXECUTION_ONLY = ("hydra", "output", "checkpoint_every", "snapshot_every", "tracking")
+EXECUTION_ONLY = ("hydra", "output", "checkpoint_every", "snapshot_every", "tracking", "dry_run", "hardware")
 
 
 def run_config(cfg: DictConfig) -> dict[str, Any]:
@@ -97,6 +121,7 @@ def train_config(cfg: DictConfig) -> Config:
     assert isinstance(config, Config)
     config.check()
     config.model.check()
+    config.hardware.check()
     require_finite(run_config(cfg))
     if config.threads < 1:
         raise ValueError(f"threads={config.threads}: must be at least 1")

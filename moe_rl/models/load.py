@@ -111,10 +111,12 @@ def check_trainable(model: PreTrainedModel) -> None:
             )
 
 
-def _from_config(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> PreTrainedModel:
-    hf_config = _architecture_config(config.architecture)
+def architecture_config(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The transformers config of a model with source=config, its vocabulary that of `tokenizer`.
+
+    Raises `ModelError` for an unknown architecture, a field that it does not have and an impossible value.
+    """
+    hf_config = _default_config(config.architecture)
     unknown = sorted(k for k in config.config if not hasattr(hf_config, k) and k not in UNDECLARED_FIELDS)
     if unknown:
         raise ModelError(
@@ -128,7 +130,16 @@ def _from_config(
         "pad_token_id": tokenizer.pad_token_id,
     }
     try:
-        full = type(hf_config)(**special | dict(config.config))
+        return type(hf_config)(**special | dict(config.config))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"model={config.name} cannot be built: {error}") from error
+
+
+def _from_config(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> PreTrainedModel:
+    full = architecture_config(config, tokenizer)
+    try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return AutoModelForCausalLM.from_config(full, dtype=dtype)
@@ -136,7 +147,7 @@ def _from_config(
         raise ModelError(f"model={config.name} cannot be built: {error}") from error
 
 
-def _architecture_config(architecture: str) -> PreTrainedConfig:
+def _default_config(architecture: str) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(architecture)
     except (ValueError, KeyError) as error:

@@ -17,6 +17,7 @@ NEEDS = {  # what a group's file leaves to the user
     "model/checkpoint": ["model.path=checkpoint"],
     "model/upcycled": ["model.path=checkpoint"],
     "experiment/recovery": ["model.path=checkpoint"],
+    "experiment/qwen3_30b_a3b": ["task.path=problems.jsonl"],
 }
 
 
@@ -78,6 +79,7 @@ def test_run_id_names_everything_but_the_seed_and_the_folder():
     assert run_id(composed("seed=7")) == base
     assert run_id(composed("output=elsewhere")) == base
     assert run_id(composed("launcher=basic")) == base
+    assert run_id(composed("dry_run=true", "hardware.gpus=8")) == base
     others = [
         run_id(composed(change))
         for change in ("optim.lr=1e-3", "steps=61", "objective=gspo", "task.max_length=21")
@@ -89,3 +91,14 @@ def test_paper_topology_is_qwen3_30b_a3bs():
     cfg = OmegaConf.to_container(composed("model=paper_topology").model.config)
     assert (cfg["num_hidden_layers"], cfg["num_experts"], cfg["num_experts_per_tok"]) == (48, 128, 8)
     assert cfg["norm_topk_prob"] is True
+
+
+def test_qwen3_30b_a3b_has_the_papers_settings():
+    gspo = composed("experiment=qwen3_30b_a3b", "task.path=x")
+    assert (build_objective(gspo).clip_low, build_objective(gspo).clip_high) == (3e-4, 4e-4)
+    assert (gspo.optim.minibatches, gspo.optim.epochs, gspo.advantages) == (4, 1, "paper")
+    assert gspo.model.path == "Qwen/Qwen3-30B-A3B-Base"
+    assert gspo.replay.source is None
+    grpo = composed("experiment=qwen3_30b_a3b", "task.path=x", "arm=grpo_replay")
+    assert (build_objective(grpo).clip_low, build_objective(grpo).clip_high) == (0.2, 0.27)
+    assert (grpo.replay.source, grpo.arm) == ("old_policy", "grpo+replay")

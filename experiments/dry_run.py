@@ -1,0 +1,184 @@
+"""`dry_run=true`: what can be checked of a run without its weights, and what it will take.
+
+    python -m experiments.train experiment=qwen3_30b_a3b task.path=problems.jsonl dry_run=true
+
+Prints a table and what does not fit; exits with 0 or 1. Writes nothing, not even the output folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import transformers
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from experiments.config import Config, build_objective, build_task, train_config
+from experiments.findings import Findings
+from experiments.weigh import weigh
+from moe_rl.models import LanguageModel, ModelConfig, prepare
+from moe_rl.models.footprint import footprint, without_weights
+from moe_rl.models.load import architecture_config
+from moe_rl.models.published import PUBLISHED, published_config
+from moe_rl.tasks import Task
+from moe_rl.tasks.encode import prompt_ids
+from moe_rl.training.border import (
+    check_model,
+    check_together,
+    require_encodable,
+    require_gradable,
+    require_room,
+    some_problems,
+)
+
+
+class DryRun(Callback):
+    """Runs in place of the job, before Hydra makes a directory for it."""
+
+    def on_run_start(self, config: DictConfig, **_: object) -> None:
+        if not config.dry_run:
+            return
+        job = copy.deepcopy(config)
+        with read_write(job), open_dict(job):
+            del job["hydra"]
+        transformers.logging.set_verbosity_error()
+        findings = examine(job)
+        print(findings)
+        sys.exit(1 if findings.problems else 0)
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        if config.dry_run:
+            print("failed: dry_run=true looks at one run: leave out -m", file=sys.stderr)
+            sys.exit(1)
+
+
+def examine(cfg: DictConfig) -> Findings:
+    """Everything found of a composed config; a part that fails does not hide those behind it."""
+    findings = Findings()
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    for key in missing:
+        findings.problem(f"{key}: not given")
+        OmegaConf.update(cfg, key, "not given")
+    try:
+        config = train_config(cfg)
+        objective = build_objective(cfg)
+    except ValueError as error:
+        findings.problem(error)
+        return findings
+    with findings.collecting():
+        check_together(objective, config)
+    task = None
+    if not any(key.startswith("task.") for key in missing):
+        with findings.collecting():
+            task = build_task(cfg)
+            require_gradable(task, config.rollout.grading_timeout)
+    tokenizer, architecture = find_model(findings, config.model, task)
+    lm = None
+    if architecture is not None:
+        with findings.collecting():
+            model = without_weights(architecture)
+            check_model(model, objective, config)
+            if tokenizer is not None:
+                lm = prepare(model, tokenizer)
+    prompt = 0 if task is None else longest_prompt(findings, task, lm, config)
+    if architecture is not None:
+        with findings.collecting():
+            sizes = footprint(architecture)
+            findings.add(
+                "sizes",
+                f"{sizes.parameters:,} parameters, {sizes.active:,} active; {sizes.layers} layers, "
+                + ("dense" if (t := sizes.trace) is None else
+                   f"{t.layers} routers of {t.num_experts} experts, top-{t.top_k}"),
+            )  # fmt: skip
+            if config.model.source == "checkpoint" and Path(str(config.model.path)).is_dir():
+                check_weights(findings, Path(str(config.model.path)), sizes.parameters)
+            weigh(findings, sizes, config, prompt)
+    return findings
+
+
+def find_model(
+    findings: Findings, model: ModelConfig, task: Task | None
+) -> tuple[PreTrainedTokenizerBase | None, PreTrainedConfig | None]:
+    """Tokenizer and config as far as they are on this machine; nothing is downloaded."""
+    if model.source == "config":
+        if task is None:
+            findings.add("model", f"{model.name}: its vocabulary is the task's, which is not there")
+            return None, None
+        findings.add("model", f"{model.name}, built from its config ({model.architecture})")
+        tokenizer = task.default_tokenizer()
+        with findings.collecting():
+            return tokenizer, architecture_config(model, tokenizer)
+        return tokenizer, None
+    path = str(model.path)
+    if model.source == "upcycled" or path.endswith(".gguf") or path.startswith("package:"):
+        findings.add("model", f"{path}: sizes of upcycled models and GGUF files are not computed")
+        return None, None
+    local = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **local)
+        findings.add("model", f"{path}, its config.json read")
+    except (OSError, ValueError) as error:
+        if path not in PUBLISHED:
+            reason = str(error).strip().partition("\n")[0]
+            findings.problem(f"model.path={path}: no config of it on this machine: {reason}")
+            return None, None
+        findings.add("model", f"{path}: not on this machine, sizes as published")
+        config = published_config(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, **local), config
+    except (OSError, ValueError):
+        findings.add("tokenizer", "not on this machine, not checked")
+        return None, config
+
+
+def longest_prompt(findings: Findings, task: Task, lm: LanguageModel | None, config: Config) -> int:
+    """Tokens of the longest prompt among the problems that are looked at.
+
+    Without a tokenizer bytes: byte-level tokenizers make at most one token of a byte.
+    """
+    if lm is not None:
+        with findings.collecting():
+            require_encodable(lm, task)
+            require_room(lm, task, config)
+    problems = [problem for _, _, problem in some_problems(task)]
+    longest = max(
+        len(problem.prompt.encode()) if lm is None else len(prompt_ids(lm.tokenizer, problem))
+        for problem in problems
+    )
+    count = (
+        "without end"
+        if task.train_size is None
+        else f"{task.train_size} problems + {task.test_size} held out"
+    )
+    unit = "tokens" if lm is not None else "bytes, at most as many tokens"
+    findings.add("task", f"{type(task).__name__}, {count}; longest prompt {longest:,} {unit}")
+    return longest
+
+
+def check_weights(findings: Findings, directory: Path, parameters: int) -> None:
+    """Whether all shards of a checkpoint are there and hold the model's parameters, by their headers."""
+    index = directory / "model.safetensors.index.json"
+    shards = sorted(directory.glob("*.safetensors"))
+    if index.exists():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if lost := sorted(named - {shard.name for shard in shards}):
+            findings.problem(f"{directory}: {len(lost)} of {len(named)} shards are missing, first {lost[0]}")
+            return
+    stored = 0
+    for shard in shards:
+        with safe_open(shard, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118, not a dict
+                count = 1
+                for length in file.get_slice(name).get_shape():
+                    count *= length
+                stored += count
+    findings.add("weights", f"{len(shards)} shards, {stored:,} numbers")
+    if stored < parameters:
+        findings.problem(
+            f"{directory}: its *.safetensors hold {stored:,} numbers, the model has {parameters:,}"
+        )

@@ -1,0 +1,130 @@
+"""A dry run finds what does not fit before weights are loaded, and writes nothing."""
+
+import json
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from experiments.config import register
+from experiments.dry_run import examine
+from experiments.findings import size
+from experiments.launch import CONF
+from experiments.train import main
+from moe_rl.tasks import get_task
+
+PAPER = ("experiment=qwen3_30b_a3b", "hardware.disk_gb=2000")
+
+
+def examined(*overrides):
+    register()
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return examine(compose("config", overrides=list(overrides)))
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    lines = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(2000)]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tokenizer = get_task("sort").default_tokenizer()
+    config = AutoConfig.for_model(
+        "mixtral", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    path = tmp_path / "checkpoint"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size="8KB")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_paper_setting_fits_a_node_of_eight(problems):
+    found = examined(*PAPER, f"task.path={problems}", "task.grading=exact")
+    rows = dict(found.rows)
+    assert found.problems == []
+    assert rows["model"].startswith("Qwen/Qwen3-30B-A3B-Base: not on this machine, sizes as published")
+    assert "30,532,122,624 parameters, 3,353,032,704 active" in rows["sizes"]
+    assert rows["  AdamW moments"] == "30.5 GB"  # 8 bytes x 30.5e9 over 8 GPUs
+    assert rows["batch"].startswith("256 prompts x 16 responses of 20 + 16,384 tokens")
+    assert "385 B a token" in rows["trace"] and "246.1 B as sets" in rows["trace"]
+    assert rows["  3 in memory"] == size(3 * 385 * 4096 * (16384 + 20))
+    assert rows["  checkpoints"] == "1,099 GB"  # three of 12 bytes x 30.5e9
+    assert "everything fits" in str(found)
+
+
+def test_everything_that_does_not_fit_is_listed():
+    found = examined(
+        *PAPER, "hardware.gpus=4", "hardware.disk_gb=100", "hardware.host_memory_gb=64",
+        "rollout.prompts=256", "rollout.max_new_tokens=32768",
+    )  # fmt: skip
+    for reason in (
+        "task.path: not given",
+        "memory of an update: takes",
+        "memory of sampling: takes",
+        "traces: takes 155.0 GB, there are 64.0 GB",
+        "disk: takes 1,221 GB, there are 100.0 GB",
+    ):
+        assert any(problem.startswith(reason) for problem in found.problems), (reason, found.problems)
+    assert len(found.problems) == 5
+    assert str(found).endswith("\n".join(["does not fit:", *(f"  {p}" for p in found.problems)]))
+
+
+def test_contradictions_and_other_models_are_problems_too():
+    assert examined("optim.minibatches=5").problems[0].startswith("rollout.prompts=32 is not a multiple of")
+    (reason,) = examined("model=dense", "replay=old_policy").problems
+    assert reason == "replay.source=old_policy: the model has no MoE layers to replay"
+    (reason,) = examined("hardware.gpus=4", "hardware.sampler_tensor_parallel=3").problems
+    assert "must divide hardware.gpus=4" in reason
+    (reason,) = examined("+model.config.num_expert=4").problems
+    assert "num_expert: Qwen3MoeConfig has no such field" in reason
+
+
+def test_a_local_checkpoint_is_checked_by_its_headers(checkpoint):
+    overrides = ("model=checkpoint", f"model.path={checkpoint}", "rollout.max_new_tokens=24")
+    found = examined(*overrides)
+    assert found.problems == []
+    stored = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(checkpoint).parameters())
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    assert dict(found.rows)["weights"] == f"{len(shards)} shards, {stored:,} numbers" and len(shards) > 1
+
+    (reason,) = examined(*overrides[:2], "rollout.max_new_tokens=60").problems
+    assert "longer than the model's max_position_embeddings=64" in reason
+    shards[-1].unlink()
+    (reason,) = examined(*overrides).problems
+    assert f"1 of {len(shards)} shards are missing, first {shards[-1].name}" in reason
+    (checkpoint / "model.safetensors.index.json").unlink()
+    (reason,) = examined(*overrides).problems
+    assert f"the model has {stored:,}" in reason
+
+
+def test_a_model_that_is_nowhere_is_a_problem():
+    (reason,) = examined("model=checkpoint", "model.path=/nowhere/model").problems
+    assert reason.startswith("model.path=/nowhere/model: no config of it on this machine")
+
+
+def test_the_command_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for more, code, said in (
+        ("hardware.gpu_memory_gb=1", 0, "dry run: everything fits; nothing was written\n"),
+        ("hardware.gpu_memory_gb=0.001", 1, "memory of an update: takes 90.2 MB, there are 1 MB\n"),
+        ("-m", 1, "dry_run=true looks at one run: leave out -m\n"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train", "dry_run=true", "experiment=demo", more])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == code
+        assert said in "".join(capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_read_well():
+    assert [size(n) for n in (0, 385, 1500, 93_245, 403e6, 73.49e9, 1.2211e12)] == [
+        "0 B", "385 B", "1.5 kB", "93.2 kB", "403 MB", "73.5 GB", "1,221 GB",
+    ]  # fmt: skip
