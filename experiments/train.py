@@ -31,7 +31,7 @@ from moe_rl.models import LanguageModel
 from moe_rl.routing.routers import find_routers, has_routers
 from moe_rl.store import Run, RunStore, environment, whole_directory
 from moe_rl.tracking import Tracking
-from moe_rl.training.border import check_together, require_gradable
+from moe_rl.training.border import check_together, check_turns, require_gradable
 from moe_rl.training.loop import train
 
 
@@ -55,6 +55,7 @@ def run(cfg: DictConfig, path: Path) -> None:
     config = train_config(cfg)
     task, objective, tracker = build_task(cfg), build_objective(cfg), build_tracker(cfg)
     check_together(objective, config)
+    check_turns(task, config)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)
     bar = terminal_line()

@@ -12,12 +12,19 @@ class Problem:
     """One prompt with the text of a right response.
 
     `answer` is the whole response a cold start imitates, end-of-sequence excluded; `metadata` is what the
-    task's own grader needs and what a report may show.
+    task's own grader needs and what a report may show. `later` are the turns that follow: the prompt of each
+    is what the environment says after the response before it, and each is rewarded as a problem of its own.
     """
 
     prompt: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    later: "tuple[Problem, ...]" = ()
+
+    @property
+    def turns(self) -> "tuple[Problem, ...]":
+        """The problem of every turn, this one first; all problems of a task have as many."""
+        return (self, *self.later)
 
 
 class Task(Protocol):

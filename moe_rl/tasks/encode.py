@@ -41,6 +41,33 @@ def answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int
     return [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], eos_id(tokenizer)]
 
 
+def said_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """Ids [T] of what the environment says when it poses a later turn.
+
+    Raises ValueError for a tokenizer with a chat template, whose turns cannot be encoded one by one.
+    """
+    if tokenizer.chat_template:
+        raise ValueError(
+            "tasks of several turns need a tokenizer without a chat template, as models built from a config "
+            "have: a template writes a turn in the light of the ones before it"
+        )
+    return list(tokenizer(problem.prompt, add_special_tokens=False)["input_ids"])
+
+
+def worked_examples(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem
+) -> list[tuple[list[int], list[int]]]:
+    """What a cold start trains on: for every turn all ids before the answer, and those of the answer."""
+    before = prompt_ids(tokenizer, problem)
+    examples: list[tuple[list[int], list[int]]] = []
+    for turn in problem.turns:
+        if examples:
+            before = [*before, *said_ids(tokenizer, turn)]
+        examples.append((before, answer_ids(tokenizer, turn)))
+        before = [*before, *examples[-1][1]]
+    return examples
+
+
 def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of sampled ids [T] up to the first end-of-sequence or pad, other special tokens skipped.
 

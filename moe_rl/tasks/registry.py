@@ -4,14 +4,18 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from moe_rl.tasks.base import Task
+from moe_rl.tasks.draft_sort import DraftSort
 from moe_rl.tasks.generators import Reverse, RunningSum, Sort
 from moe_rl.tasks.jsonl import Jsonl
 from moe_rl.tasks.reasoning import ReasoningGym
+from moe_rl.tasks.two_turn import TwoTurn
 
 TASKS: dict[str, type] = {
     "sort": Sort,
     "running_sum": RunningSum,
     "reverse": Reverse,
+    "draft_sort": DraftSort,
+    "two_turn": TwoTurn,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
 }

@@ -134,7 +134,9 @@ class RolloutBatch:
         """Tokens in each response, the stop token included."""
         return self.response_mask_BT.sum(-1)
 
-    def responses(self) -> list[list[int]]:
-        """Token ids of each response, the stop token included."""
+    def responses(self, turn: int | None = None) -> list[list[int]]:
+        """Token ids of each response, or of one turn of it, the stop token included."""
         mask = self.response_mask_BT > 0
+        if turn is not None and self.turn_BT is not None:
+            mask &= self.turn_BT == turn
         return [ids[m].tolist() for ids, m in zip(self.input_ids_BT, mask, strict=True)]

@@ -13,11 +13,13 @@ from torch import nn
 
 from moe_rl.models import LanguageModel
 from moe_rl.objectives import Objective
+from moe_rl.objectives.geometric import GMPO
 from moe_rl.objectives.preference import DPO, Contrastive
+from moe_rl.objectives.sequence_level import GSPO, GSPOToken
 from moe_rl.routing.routers import has_routers
 from moe_rl.store import StoreError, write_atomic
 from moe_rl.tasks import Problem, Task
-from moe_rl.tasks.encode import answer_ids, prompt_ids
+from moe_rl.tasks.encode import prompt_ids, said_ids, worked_examples
 from moe_rl.training.checkpoint import model_tensors
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.grading import GuardedTask
@@ -47,6 +49,15 @@ def check_together(objective: Objective, config: TrainConfig) -> None:
             f"optim.microbatch={config.optim.microbatch}: {type(objective).__name__} compares {unit} "
             "neighbouring responses, so a micro-batch must hold a multiple of them"
         )
+    weighs_responses = isinstance(objective, GSPO | GMPO | DPO | Contrastive)
+    weighs_responses &= not isinstance(objective, GSPOToken)
+    if config.advantages_by == "turn" and (weighs_responses or "values_BT" in objective.needs):
+        raise ValueError(
+            f"advantages_by=turn: {type(objective).__name__} "
+            + ("weighs a response as a whole" if weighs_responses else "takes its advantages from values")
+            + ", so its turns cannot have advantages of their own: use objective=gspo_token (GSPO Eq. 13), a "
+            "token-level one such as grpo, or advantages_by=response"
+        )
     if config.mismatch.correction is not None and "sampler_logp_BT" in objective.needs:
         raise ValueError(
             f"mismatch.correction={config.mismatch.correction}: {type(objective).__name__} weighs by π/μ "
@@ -58,6 +69,16 @@ def check_together(objective: Objective, config: TrainConfig) -> None:
             f"intervention.expert_changes={changed}: {type(objective).__name__} compares more with π_old "
             "than log-probabilities, and only these follow the swapped experts"
         )
+
+
+def check_turns(task: Task, config: TrainConfig) -> None:
+    """Raise `ValueError` for options that do not go with the number of the task's turns."""
+    turns = len(task.train(0).turns)
+    if turns == 1 and config.advantages_by == "turn":
+        raise ValueError("advantages_by=turn: the task has one turn, so use advantages_by=response")
+    for name, value in (("ahead", config.rollout.ahead), ("overlong_cache", config.rollout.overlong_cache)):
+        if turns > 1 and value:
+            raise ValueError(f"rollout.{name}={value} is of responses of one turn, and the task has {turns}")
 
 
 def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) -> None:
@@ -111,8 +132,11 @@ def require_room(lm: LanguageModel, task: Task, config: TrainConfig) -> None:
         return
     for split, index, problem in some_problems(task):
         prompt, response = len(prompt_ids(lm.tokenizer, problem)), config.rollout.longest
+        response *= len(problem.turns)
+        response += sum(len(said_ids(lm.tokenizer, turn)) for turn in problem.later)
         if config.cold_start.enabled and split == "train":
-            response = max(response, len(answer_ids(lm.tokenizer, problem)))
+            before, answer = worked_examples(lm.tokenizer, problem)[-1]
+            response = max(response, len(before) + len(answer) - prompt)
         if prompt + response > limit:
             raise ValueError(
                 f"{split} problem {index} has a prompt of {prompt} tokens, with a response of {response} "
@@ -127,9 +151,10 @@ def require_encodable(lm: LanguageModel, task: Task) -> None:
     A checkpoint directory without tokenizer files can load as an empty tokenizer, all text to nothing.
     """
     for _, _, problem in some_problems(task):
-        prompt = problem.prompt
+        prompt = "".join(turn.prompt for turn in problem.turns)
         try:
             ids = prompt_ids(lm.tokenizer, problem)
+            ids += [token for turn in problem.later for token in said_ids(lm.tokenizer, turn)]
             kept = lm.tokenizer.decode(ids)
         except Exception as error:  # tokenizers raises bare Exceptions
             raise ValueError(
@@ -157,7 +182,8 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
         for index in range(64):
             with contextlib.suppress(IndexError, ValueError):  # a short test split, a family without answers
                 problem = split(index)
-                digest.update(f"{problem.prompt}\0{problem.answer}\0".encode())
+                for turn in problem.turns:
+                    digest.update(f"{turn.prompt}\0{turn.answer}\0".encode())
     return digest.hexdigest()
 
 

@@ -24,7 +24,7 @@ from moe_rl.store import StoreError
 from moe_rl.store.files import writing
 from moe_rl.store.whole import discard, recover, verify, whole_directory
 from moe_rl.tasks import Task
-from moe_rl.tasks.encode import answer_ids, prompt_ids
+from moe_rl.tasks.encode import worked_examples
 from moe_rl.training.balance import load_balancing_loss
 from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.config import ColdStartConfig
@@ -168,10 +168,7 @@ def _supervised_step(
     config: ColdStartConfig,
 ) -> float:
     """One update on worked examples; the loss: mean cross-entropy of answer tokens (nats), and balance."""
-    examples = [
-        (prompt_ids(lm.tokenizer, problem), answer_ids(lm.tokenizer, problem))
-        for problem in map(task.warmup, items)
-    ]
+    examples = [pair for i in items for pair in worked_examples(lm.tokenizer, task.warmup(i))]
     answer_tokens = sum(len(answer) for _, answer in examples)
     size = config.microbatch or len(examples)
     total = 0.0

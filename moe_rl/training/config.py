@@ -172,7 +172,11 @@ class TrainConfig:
 
     steps: int = 60
     seed: int = 0  # of prompts, sampling and evaluation; arms share it so that they pair
-    advantages: str = "paper"  # convention of `group_advantages`; unused with a value model (ppo)
+    # A convention of `group_advantages`, or none: the rewards as they are, not normalised in their group.
+    # Unused with a value model (ppo).
+    advantages: str = "paper"
+    # turn: of a task of several turns each has advantages from its own rewards (GSPO-token, GSPO Eq. 13)
+    advantages_by: str = "response"
     checkpoint_every: int = 10  # steps
     snapshot_every: int | None = None  # steps; models that stay, in snapshots/, for runs that start from one
     # Steps between measurements of drift: the policy's native routing after every update of such a step. 0:
@@ -228,8 +232,20 @@ class TrainConfig:
             raise ValueError(f"drift_every={self.drift_every}: must be at least 0 (0: never)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}: expected null or bfloat16")
-        if self.advantages not in NORMALISATIONS:
-            raise ValueError(f"advantages={self.advantages!r}: expected one of {', '.join(NORMALISATIONS)}")
+        if self.advantages not in (*NORMALISATIONS, "none"):
+            known = ", ".join(NORMALISATIONS)
+            raise ValueError(f"advantages={self.advantages!r}: expected one of {known}, or none")
+        if self.advantages_by not in ("response", "turn"):
+            raise ValueError(f"advantages_by={self.advantages_by!r}: expected response or turn")
+        if self.advantages_by == "turn" and self.advantages == "none":
+            raise ValueError(
+                "advantages=none takes the reward of a whole response: not with advantages_by=turn"
+            )
+        if self.advantages_by == "turn" and self.rollout.refill:
+            raise ValueError(
+                "rollout.refill looks for a signal in the rewards of whole responses: not with "
+                "advantages_by=turn"
+            )
         for name, seed in (("seed", self.seed), ("cold_start.seed", self.cold_start.seed)):
             if seed < 0:
                 raise ValueError(f"{name}={seed}: must be at least 0 (it numbers a stretch of the problems)")

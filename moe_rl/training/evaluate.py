@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from moe_rl.models import LanguageModel
@@ -12,10 +12,12 @@ from moe_rl.store import RunStore
 from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.config import TrainConfig
-from moe_rl.training.grading import GuardedTask, grade
+from moe_rl.training.grading import GuardedTask
 from moe_rl.training.nonfinite import collapse_when_sampling
-from moe_rl.training.rollout import sample_responses
+from moe_rl.training.rollout_config import RolloutConfig
+from moe_rl.training.sampler import Sampler
 from moe_rl.training.seeds import random_stream
+from moe_rl.training.turns import by_turn, grade_turns
 
 # Where the cold start's test problems begin in an unlimited test set, far from those of an evaluation.
 COLD_START_FIRST = 1_000_000
@@ -43,11 +45,17 @@ def evaluate(
     problems = held_out(task, config.evaluation.prompts)
     limit, stream = config.rollout.at(step).max_new_tokens, (config.seed, step)
     with collapse_when_sampling(store, step):
-        greedy = accuracy(lm, task, problems, temperature=0, max_new_tokens=limit, stream=stream)
-        sampled = accuracy(
-            lm, task, problems, temperature=config.rollout.temperature, max_new_tokens=limit, stream=stream
-        )
+        by_temperature = {"greedy": 0.0, "sampled": config.rollout.temperature}
+        rewards = {
+            name: held_out_rewards(
+                lm, task, problems, temperature=temperature, max_new_tokens=limit, stream=stream
+            )
+            for name, temperature in by_temperature.items()
+        }
+    greedy, sampled = (rewards_BN.mean().item() for rewards_BN in rewards.values())
     record = {"step": step, "eval/greedy": greedy, "eval/sampled": sampled, "eval/n": len(problems)}
+    for name, rewards_BN in rewards.items():
+        record |= by_turn(f"eval/{name}_", rewards_BN)
     record["eval/grader_errors"] = task.report_errors(store, step, title)
     store.log("evals", record)
     shown = f"{greedy:.3f} greedy, {sampled:.3f} sampled"
@@ -63,18 +71,29 @@ def accuracy(
     max_new_tokens: int,
     stream: tuple[object, ...] = (),
 ) -> float:
-    """Mean reward (a fraction) of one response to each problem; temperature 0 is greedy.
+    """Mean reward (a fraction) of one response to each problem, all turns alike; as `held_out_rewards`."""
+    rewards_BN = held_out_rewards(
+        lm, task, problems, temperature=temperature, max_new_tokens=max_new_tokens, stream=stream
+    )
+    return rewards_BN.mean().item()
 
-    `stream` names the random stream of a sampled evaluation.
+
+def held_out_rewards(
+    lm: LanguageModel,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    stream: tuple[object, ...] = (),
+) -> Tensor:
+    """Rewards [B, N], float64, of the N turns of one response to each problem; temperature 0 is greedy.
+
+    `max_new_tokens` is of a turn. `stream` names the random stream of a sampled evaluation.
     """
+    sampler = Sampler(lm, RolloutConfig(max_new_tokens=max_new_tokens, temperature=temperature), version=0)
     with random_stream("evaluation", *stream):
-        batch = sample_responses(
-            lm,
-            [prompt_ids(lm.tokenizer, problem) for problem in problems],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-        )
-    rewards = [
-        grade(lm, task, problem, ids) for problem, ids in zip(problems, batch.responses(), strict=True)
-    ]
-    return torch.tensor(rewards, dtype=torch.float64).mean().item()
+        sampled = sampler.start([prompt_ids(lm.tokenizer, problem) for problem in problems], max_new_tokens)
+        for turn in range(1, len(problems[0].turns)):
+            sampled = sampler.answer(sampled, [problem.turns[turn] for problem in problems], turn)
+    return grade_turns(lm, task, problems, sampled.batch)

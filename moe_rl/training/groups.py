@@ -15,10 +15,10 @@ from moe_rl.routing import RoutingTrace
 from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import prompt_ids
 from moe_rl.training.batch import RolloutBatch
-from moe_rl.training.grading import grade
 from moe_rl.training.rollout_config import RolloutConfig
 from moe_rl.training.sampler import Sampled, Sampler, copy_in
 from moe_rl.training.seeds import random_stream
+from moe_rl.training.turns import grade_turns
 
 if TYPE_CHECKING:
     from moe_rl.training.learner import Learner
@@ -30,14 +30,16 @@ PROMPTS_PER_SEED = 10_000_000  # a seed's prompts are its own stretch of the tas
 class Groups:
     """G responses to each of P prompts, the rows of a group next to each other, in prompt order.
 
-    `rewards_PG` as the task graded them; `trace`, what the sampler's decoding routed, where it was recorded;
-    `rounds` of sampling it took and the mean reward `sampled_reward` of all their responses, also of those
-    that dynamic sampling set aside; `version` of the weights that sampled last, as in `RolloutBatch`.
+    `rewards_PG` as the task graded them, of several turns the mean of `turn_rewards_PGN`; `trace`, what the
+    sampler's decoding routed, where it was recorded; `rounds` of sampling it took and the mean reward
+    `sampled_reward` of all their responses, also of those that dynamic sampling set aside; `version` of the
+    weights that sampled last, as in `RolloutBatch`.
     """
 
     batch: RolloutBatch
     rewards_PG: Tensor
     sampled_reward: float
+    turn_rewards_PGN: Tensor
     rounds: int = 1
     trace: RoutingTrace | None = None
     version: int = 0
@@ -51,7 +53,12 @@ class Groups:
         """Some of the groups, by index."""
         size = self.rewards_PG.shape[1]
         rows = (groups_P[:, None] * size + torch.arange(size)).flatten()
-        return replace(self, batch=self.batch[rows], rewards_PG=self.rewards_PG[groups_P])
+        return replace(
+            self,
+            batch=self.batch[rows],
+            rewards_PG=self.rewards_PG[groups_P],
+            turn_rewards_PGN=self.turn_rewards_PGN[groups_P],
+        )
 
 
 def sample_groups(
@@ -145,20 +152,22 @@ def sample_and_grade(
     sampler: Sampler, task: Task, problems: Sequence[Problem], ahead: Sampled | None = None
 ) -> Groups:
     """G responses to each problem, from torch's current random state, and the task's reward of each."""
-    lm, config = sampler.lm, sampler.config
+    config = sampler.config
+    of_row = [problem for problem in problems for _ in range(config.responses)]
     if ahead is None:
         sampled = sampler.start(prompts_of(sampler, problems), config.max_new_tokens)
     else:
         sampled = sampler.go_on(ahead, config.max_new_tokens - config.ahead)
-    rewards = [
-        grade(lm, task, problems[row // config.responses], ids)
-        for row, ids in enumerate(sampled.batch.responses())
-    ]
-    rewards_PG = torch.tensor(rewards, dtype=torch.float32).reshape(len(problems), config.responses)
+    for turn in range(1, len(problems[0].turns)):
+        sampled = sampler.answer(sampled, [problem.turns[turn] for problem in of_row], turn)
+    rewards_BN = grade_turns(sampler.lm, task, of_row, sampled.batch)
+    rewards_PGN = rewards_BN.float().reshape(len(problems), config.responses, -1)
+    rewards_PG = rewards_PGN.mean(-1)
     return Groups(
         sampled.batch,
         rewards_PG,
         rewards_PG.mean().item(),
+        turn_rewards_PGN=rewards_PGN,
         trace=sampled.trace,
         version=sampler.version,
     )
@@ -168,8 +177,9 @@ def concatenate(parts: Sequence[Groups], pad_id: int) -> Groups:
     """All groups of equally large parts, their batches padded to one width."""
     batch = RolloutBatch.cat([part.batch for part in parts], pad_id)
     rewards_PG = torch.cat([part.rewards_PG for part in parts])
+    rewards_PGN = torch.cat([part.turn_rewards_PGN for part in parts])
     mean = rewards_PG.mean().item()
-    return Groups(batch, rewards_PG, mean, rounds=len(parts), version=parts[-1].version)
+    return Groups(batch, rewards_PG, mean, rewards_PGN, rounds=len(parts), version=parts[-1].version)
 
 
 def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, cache: int) -> Tensor:

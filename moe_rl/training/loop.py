@@ -15,6 +15,7 @@ from moe_rl.objectives import Objective
 from moe_rl.routing import expert_change
 from moe_rl.store import RunStore
 from moe_rl.tasks import Task
+from moe_rl.training.border import check_turns
 from moe_rl.training.checkpoint import resume, save
 from moe_rl.training.config import TrainConfig
 from moe_rl.training.evaluate import evaluate
@@ -51,6 +52,7 @@ def train(
     one under `optim.nonfinite="stop"`, with the step's record written, and for a policy that is not finite;
     `ValueError` where objective, replay and model do not go together.
     """
+    check_turns(task, config)
     learner = make_learner(lm.model, objective, config)
     guarded = GuardedTask(task, config.rollout.grading_timeout)
     with compute_in(config.precision, lm.model.device):

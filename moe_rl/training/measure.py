@@ -15,11 +15,11 @@ from torch import Tensor
 from moe_rl.objectives.mismatch import mismatch_metrics
 from moe_rl.routing import RoutingTrace, expert_change
 from moe_rl.routing.drift import ExpertChange, expert_load, max_violation
-from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.groups import Groups
 from moe_rl.training.learner import Learner
 from moe_rl.training.passes import OldPolicy
 from moe_rl.training.signal import Signal
+from moe_rl.training.turns import by_turn
 from moe_rl.training.update import Update, drift_metrics, metrics_over
 
 
@@ -55,7 +55,7 @@ def step_metrics(
     batch = groups.batch
     return {
         **reward_metrics(groups),
-        **response_metrics(batch),
+        **response_metrics(groups),
         "entropy": masked_mean(old.entropy_BT, batch.response_mask_BT),
         **metrics_over(learner, old, signal, updates),
         **sampler_metrics(learner, groups, old),
@@ -72,12 +72,21 @@ def reward_metrics(groups: Groups) -> dict[str, float]:
         "reward/std": groups.rewards_PG.std(correction=0).item(),
         "reward/zero_std_groups": 1.0 - groups.has_signal_P.float().mean().item(),
         "rollout/rounds": float(groups.rounds),
+        **by_turn("reward/", groups.turn_rewards_PGN.flatten(0, 1)),
     }
 
 
-def response_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Mean length in tokens (stop token included) and the share of responses without a stop token."""
-    return {
+def response_metrics(groups: Groups) -> dict[str, float]:
+    """Mean length in tokens (stop tokens included), the same of responses rewarded above and below their
+    group's mean where there are any, and the share of responses without a stop token."""
+    batch, by_reward = groups.batch, {}
+    lengths_PG = batch.response_lengths_B.cpu().view_as(groups.rewards_PG)
+    above_PG = groups.rewards_PG - groups.rewards_PG.mean(1, keepdim=True)
+    for name, part_PG in (("better", above_PG > 0), ("worse", above_PG < 0)):
+        part_PG = part_PG & groups.has_signal_P[:, None]
+        if part_PG.any():
+            by_reward[f"response/length_{name}"] = lengths_PG[part_PG].mean().item()
+    return by_reward | {
         "response/length": batch.response_lengths_B.mean().item(),
         "response/truncated": 1.0 - batch.finished_B.float().mean().item(),
     }

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from moe_rl.models import LanguageModel
 from moe_rl.routing import RoutingTrace, record_routing
+from moe_rl.tasks import Problem
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.prefix import distinct_prompts
 from moe_rl.training.rollout import continue_responses, sample_responses
 from moe_rl.training.rollout_config import RolloutConfig
+from moe_rl.training.turns import spoken_to
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,14 @@ class Sampler:
 
         return self._in_slices(len(prompts), sample, None)
 
-    def go_on(self, sampled: Sampled, max_new_tokens: int) -> Sampled:
+    def answer(self, sampled: Sampled, problems: Sequence[Problem], turn: int) -> Sampled:
+        """The next turn, numbered from 0: what the environment says to each row, and the response to it."""
+        asked = replace(sampled, batch=spoken_to(self.lm, sampled.batch, problems))
+        answered = self.go_on(asked, self.config.max_new_tokens, turn)
+        finished_B = sampled.batch.finished_B & answered.batch.finished_B
+        return replace(answered, batch=replace(answered.batch, finished_B=finished_B))
+
+    def go_on(self, sampled: Sampled, max_new_tokens: int, turn: int = 0) -> Sampled:
         """Up to `max_new_tokens` more of the responses that have not ended."""
 
         def more(rows: slice) -> RolloutBatch:
@@ -64,6 +73,7 @@ class Sampler:
                 temperature=self.config.temperature,
                 share_prompts=self.share_prompts,
                 version=self.version,
+                turn=turn,
             )
 
         return self._in_slices(len(sampled.batch), more, sampled)

@@ -14,12 +14,14 @@ from moe_rl.training.config import MismatchConfig
 from moe_rl.training.groups import Groups, overlong_penalty
 from moe_rl.training.learner import Learner
 from moe_rl.training.passes import OldPolicy, Plan, reference_logp
+from moe_rl.training.turns import finite_turn_advantages
 
 
 @dataclass(frozen=True)
 class Signal:
-    """`advantages` [B], or [B, T] with a value model; `mask_BT` 1 on the tokens that count; `tensors` [B, T]
-    are the objective's keyword tensors known before the updates; `metrics` of what changed them."""
+    """`advantages` [B], or [B, T] with a value model or by turn; `mask_BT` 1 on the tokens that count;
+    `tensors` [B, T] are the objective's keyword tensors known before the updates; `metrics` of what changed
+    them."""
 
     advantages: Tensor
     mask_BT: Tensor
@@ -48,8 +50,13 @@ def learning_signal(learner: Learner, groups: Groups, old: OldPolicy, plan: Plan
         tensors["ref_logp_BT"] = reference_logp(
             learner.reference, batch, plan, rollout.temperature, learner.share_prompts
         )
-    if old.values_BT is None:
-        advantages = finite_groups_advantages(rewards_PG, learner.config.advantages).reshape(-1)
+    if learner.config.advantages_by == "turn":
+        assert batch.turn_BT is not None
+        advantages = finite_turn_advantages(
+            groups.turn_rewards_PGN, batch.turn_BT, learner.config.advantages
+        ).float()
+    elif old.values_BT is None:
+        advantages = advantages_of(rewards_PG, learner.config.advantages).reshape(-1)
     else:
         rewards_BT = at_last_token(rewards_PG.reshape(-1).to(mask_BT.device), mask_BT)
         advantages, returns_BT = gae(rewards_BT, old.values_BT, mask_BT, whiten=True)
@@ -58,11 +65,14 @@ def learning_signal(learner: Learner, groups: Groups, old: OldPolicy, plan: Plan
     return Signal(advantages.to(mask_BT.device), mask_BT, tensors | weights, metrics | mismatch)
 
 
-def finite_groups_advantages(rewards_PG: Tensor, normalise: str) -> Tensor:
-    """`group_advantages` [P, G]; NaN for a group with a reward that is not finite.
+def advantages_of(rewards_PG: Tensor, normalise: str) -> Tensor:
+    """`group_advantages` [P, G], NaN for a group with a reward that is not finite; for "none" the rewards,
+    NaN where they are not finite.
 
     So the update with that group is not finite, and `optim.nonfinite` decides what becomes of it.
     """
+    if normalise == "none":
+        return torch.where(rewards_PG.isfinite(), rewards_PG, math.nan)
     finite_P = rewards_PG.isfinite().all(-1, keepdim=True)
     advantages_PG = group_advantages(torch.where(finite_P, rewards_PG, 0.0), normalise=normalise)
     return torch.where(finite_P, advantages_PG, math.nan)

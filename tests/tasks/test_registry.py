@@ -12,7 +12,8 @@ CONF = Path(__file__).parents[2] / "conf" / "task"
 def test_unknown_names_and_options_come_with_the_choices():
     with pytest.raises(
         ValueError,
-        match="unknown task 'sorting': choose from sort, running_sum, reverse, reasoning_gym, jsonl",
+        match="unknown task 'sorting': choose from sort, running_sum, reverse, draft_sort, two_turn, "
+        "reasoning_gym, jsonl",
     ):
         get_task("sorting")
     with pytest.raises(
