@@ -45,6 +45,12 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int) -> 
     if not own:
         room = max(0, memory - sum(parts.values()) + parts["KV cache"]) / parts["KV cache"]
         findings.add("  room for", f"{room:.0f} of full length at once in each copy of the sampler")
+    if hardware.gpus > 1:
+        findings.add("loading", "host memory, before the weights are sharded")
+        copies = {
+            f"{hardware.gpus} copies of the weights": hardware.gpus * state_bytes(config) * sizes.parameters
+        }
+        findings.weigh("loading", copies, host_memory(config))
     if sizes.trace is not None:
         weigh_traces(findings, sizes.trace, config, responses * length)
     weigh_disk(findings, sizes, config)
@@ -60,12 +66,8 @@ def weigh_traces(findings: Findings, trace: TraceSize, config: Config, tokens: i
     )
     findings.add("  in a file", f"{size(in_order * tokens)}, {size(sets * tokens)} as sets")
     held = TRACES if config.drift_every else int(config.replay.source is not None)
-    host = config.hardware.host_memory_gb
-    findings.weigh(
-        "traces",
-        {f"{held} in memory": held * trace.bytes_per_token * tokens},
-        physical_memory() if host is None else host * GB,
-    )
+    in_memory = {f"{held} in memory": held * trace.bytes_per_token * tokens}
+    findings.weigh("traces", in_memory, host_memory(config))
 
 
 def weigh_disk(findings: Findings, sizes: Footprint, config: Config) -> None:
@@ -104,6 +106,11 @@ def gpu_memory(config: Config) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return physical_memory()
+
+
+def host_memory(config: Config) -> float:
+    host = config.hardware.host_memory_gb
+    return physical_memory() if host is None else host * GB
 
 
 def physical_memory() -> float:

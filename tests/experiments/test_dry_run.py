@@ -54,6 +54,7 @@ def test_the_paper_setting_fits_a_node_of_eight(problems):
     assert rows["  AdamW moments"] == "30.5 GB"  # 8 bytes x 30.5e9 over 8 GPUs
     assert rows["batch"].startswith("256 prompts x 16 responses of 20 + 16,384 tokens")
     assert "385 B a token" in rows["trace"] and "246.1 B as sets" in rows["trace"]
+    assert rows["  8 copies of the weights"] == size(8 * 4 * 30_532_122_624) == "977.0 GB"
     assert rows["  3 in memory"] == size(3 * 385 * 4096 * (16384 + 20))
     assert rows["  checkpoints"] == "1,099 GB"  # three of 12 bytes x 30.5e9
     assert "everything fits" in str(found)
@@ -68,11 +69,12 @@ def test_everything_that_does_not_fit_is_listed():
         "task.path: not given",
         "memory of an update: takes",
         "memory of sampling: takes",
+        "loading: takes 488.5 GB, there are 64.0 GB",
         "traces: takes 155.0 GB, there are 64.0 GB",
         "disk: takes 1,221 GB, there are 100.0 GB",
     ):
         assert any(problem.startswith(reason) for problem in found.problems), (reason, found.problems)
-    assert len(found.problems) == 5
+    assert len(found.problems) == 6
     assert str(found).endswith("\n".join(["does not fit:", *(f"  {p}" for p in found.problems)]))
 
 

@@ -1,0 +1,87 @@
+"""What published MoE models and the traces of their rollouts weigh, computed from their configs:
+
+    python -m experiments.footprint
+
+The formulas are those that a dry run uses; that computed traces equal measured ones is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from moe_rl.analysis.markdown import markdown_table
+from moe_rl.models.footprint import footprint
+from moe_rl.models.published import PUBLISHED, published_config
+
+LENGTHS = (1_024, 4_096, 16_384, 32_768, 131_072)
+RESPONSES = 4_096  # a rollout batch of 256 prompts x 16
+
+
+def main() -> None:
+    """Print both tables."""
+    print(markdown(model_table(), 1), end="\n\n")
+    print(f"A rollout batch of {RESPONSES:,} responses, GB by tokens of a response:\n")
+    print(markdown(length_table(LENGTHS, RESPONSES), 1))
+
+
+def model_table() -> pd.DataFrame:
+    """One row a model: parameters in billions; bytes a token of the KV cache in bfloat16 and of a trace in
+    memory, in a file in the router's order and in one of sets, and the last as a share of the KV cache."""
+    rows = []
+    for name in PUBLISHED:
+        sizes = footprint(published_config(name))
+        trace, kv = sizes.trace, 2 * sizes.kv_per_token
+        assert trace is not None
+        rows.append(
+            {
+                "model": name.split("/")[1],
+                "parameters": sizes.parameters / 1e9,
+                "active": sizes.active / 1e9,
+                "layers": sizes.layers,
+                "MoE layers": trace.layers,
+                "E": trace.num_experts,
+                "K": trace.top_k,
+                "KV cache": kv,
+                "trace": trace.bytes_per_token,
+                "ordered": trace.file_bytes_per_token(),
+                "sets": trace.file_bytes_per_token(ordered=False),
+                "sets / KV": trace.file_bytes_per_token(ordered=False) / kv,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def length_table(lengths: Sequence[int], responses: int) -> pd.DataFrame:
+    """GB (1e9 bytes) of the trace of `responses` responses of equal length, by model and kind of storage."""
+    rows = []
+    for name in PUBLISHED:
+        trace = footprint(published_config(name)).trace
+        assert trace is not None
+        per_response = {
+            "in memory": [trace.bytes_per_token * length for length in lengths],
+            "file, ordered": [trace.file_bytes([length], length) for length in lengths],
+            "file, sets": [trace.file_bytes([length], length, ordered=False) for length in lengths],
+        }
+        for kind, held in per_response.items():
+            columns = {f"{n:,}": responses * size / 1e9 for n, size in zip(lengths, held, strict=True)}
+            rows.append({"model": name.split("/")[1], "trace": kind} | columns)
+    return pd.DataFrame(rows)
+
+
+def markdown(table: pd.DataFrame, digits: int) -> str:
+    """Numbers with so many digits behind the point, shares in per cent."""
+    rows = [
+        [
+            value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else
+            f"{value:.2%}" if column.endswith("/ KV") else f"{value:,.{digits}f}"
+            for column, value in row.items()
+        ]
+        for row in table.to_dict("records")
+    ]  # fmt: skip
+    return markdown_table(list(table.columns), rows)
+
+
+if __name__ == "__main__":
+    main()
