@@ -1,4 +1,4 @@
-"""The load-balancing loss of a MoE, for warm-ups of routers that have yet to learn."""
+"""The load-balancing loss of a MoE: for routers that have yet to learn, and against what RL does to load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: Sequence[int], m
     if len(router_logits) != len(top_k):
         raise ValueError(
             f"the model returns the scores of {len(router_logits)} routers and has {len(top_k)}: its load "
-            "cannot be balanced here; set cold_start.aux_loss_coef=0"
+            "cannot be balanced here; set cold_start.aux_loss_coef=0 and optim.aux_loss_coef=0"
         )
     chosen_N = mask_BT.flatten().bool()
     losses = []

@@ -89,6 +89,10 @@ def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) ->
         raise ValueError(f"replay.source={config.replay.source}: the model has no MoE layers to replay")
     if config.optim.freeze_routers:
         raise ValueError("optim.freeze_routers=true: the model has no routers to freeze")
+    if config.optim.aux_loss_coef:
+        raise ValueError(
+            f"optim.aux_loss_coef={config.optim.aux_loss_coef}: the model has no experts to balance"
+        )
     if config.intervention.expert_changes is not None:
         raise ValueError(
             f"intervention.expert_changes={config.intervention.expert_changes}: the model has no experts"

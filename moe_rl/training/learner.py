@@ -26,6 +26,7 @@ class Learner:
     """`needs` are the keyword tensors that the objective is called with.
 
     `reference` (frozen, the policy as it was before any update) and `value_head` are None where unneeded.
+    `top_k` holds each router's number of experts per token where their load is balanced, else nothing.
     `trained` holds policy and value head, for the optimiser, gradient clipping and checkpoints. With
     `share_prompts` a forward runs the prompt of a group once (see `packed`).
     """
@@ -36,6 +37,7 @@ class Learner:
     needs: frozenset[str]
     moe: bool
     share_prompts: bool
+    top_k: tuple[int, ...]
     reference: PreTrainedModel | None
     value_head: ValueHead | None
     trained: nn.ModuleDict
@@ -81,8 +83,22 @@ def make_learner(policy: PreTrainedModel, objective: Objective, config: TrainCon
         weight_decay=config.optim.weight_decay,
         fused=True,  # as transformers' Trainer; one by one, small parameters cost their calls
     )
-    share = "router_shift_BT" not in needs and can_share_prompts(policy)
-    return Learner(policy, objective, config, needs, moe, share, reference, value_head, trained, optimizer)
+    balanced = find_routers(policy) if config.optim.aux_loss_coef else []
+    # a packed forward returns no router logits
+    share = not balanced and "router_shift_BT" not in needs and can_share_prompts(policy)
+    return Learner(
+        policy,
+        objective,
+        config,
+        needs,
+        moe,
+        share,
+        tuple(router.top_k for router in balanced),
+        reference,
+        value_head,
+        trained,
+        optimizer,
+    )
 
 
 def needed_tensors(objective: Objective) -> frozenset[str]:

@@ -136,10 +136,10 @@ def routing_metrics(
 def update_metrics(updates: Sequence[Update], skipped: int) -> dict[str, Any]:
     """A step's updates in one record; `skipped` ones were left out of it and not applied.
 
-    `loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before clipping, NaN where
-    all were skipped, `lr` the last. `drift/first` is the experts changed after the first update, `drift/old`
-    after the last (both against π_old), `drift/step` against the policy just before each update, over all
-    updates.
+    `loss`, `aux_loss` and `grad_norm` are means over updates, `grad_norm_max` the largest norm before
+    clipping, NaN where all were skipped, `lr` the last. `drift/first` is the experts changed after the first
+    update, `drift/old` after the last (both against π_old), `drift/step` against the policy just before each
+    update, over all updates.
     """
     found: dict[str, Any] = {
         "loss": mean(u.loss for u in updates) if updates else math.nan,
@@ -149,6 +149,9 @@ def update_metrics(updates: Sequence[Update], skipped: int) -> dict[str, Any]:
     }
     if updates:
         found["lr"] = updates[-1].lr
+    balanced = [u.aux_loss for u in updates if u.aux_loss is not None]
+    if balanced:
+        found["aux_loss"] = mean(balanced)
     since_old = [u.since_old for u in updates if u.since_old is not None]
     since_last = [u.since_last for u in updates if u.since_last is not None]
     overridden = [u.overridden for u in updates if u.overridden is not None]

@@ -14,6 +14,7 @@ from moe_rl.objectives import router_shift
 from moe_rl.objectives.mismatch import off_policy_sequence_mask
 from moe_rl.routing import expert_change
 from moe_rl.routing.drift import ExpertChange
+from moe_rl.training.balance import load_balancing_loss
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.config import MismatchConfig
 from moe_rl.training.forward import Forced, Native
@@ -27,6 +28,8 @@ from moe_rl.training.signal import Signal
 class Update:
     """What one gradient update left behind; its tensors (detached) cover the mini-batch's rows.
 
+    `loss` is the objective's; `aux_loss` the load-balancing loss, without its coefficient, None where off.
+
     The expert changes are on response rows: `overridden` is what the experts got against the router's own
     choice in the same forward, `followed` against the trace; `since_old` and `since_last` are the routing
     after the update against π_old and against the policy just before it, on the whole rollout batch.
@@ -39,6 +42,7 @@ class Update:
     logp_BT: Tensor
     tensors: dict[str, Tensor]
     objective_metrics: dict[str, float]
+    aux_loss: float | None = None
     overridden: ExpertChange | None = None
     followed: ExpertChange | None = None
     since_old: ExpertChange | None = None
@@ -51,6 +55,8 @@ class Update:
     def metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
         found |= self.objective_metrics
+        if self.aux_loss is not None:
+            found["aux_loss"] = self.aux_loss
         if self.overridden is not None:
             found["replay/overridden"] = self.overridden.experts
         if self.followed is not None:
@@ -88,7 +94,7 @@ def gradient_update(
     whole = slice(minibatch[0].start, minibatch[-1].stop)
     target = signal[whole]
     sequences, tokens = len(target.mask_BT), int(target.mask_BT.sum())
-    loss_sum, logps, overridden, followed = 0.0, [], [], []
+    loss_sum, aux_sum, logps, overridden, followed = 0.0, 0.0, [], [], []
     forward_tensors: dict[str, list[Tensor]] = {}
     learner.optimizer.zero_grad()
     for rows in minibatch:
@@ -100,7 +106,7 @@ def gradient_update(
             routing=routing_of(old, rows),
             entropy="entropy_BT" in learner.needs,
             value_head=learner.value_head,
-            router_logits="router_shift_BT" in learner.needs,
+            router_logits="router_shift_BT" in learner.needs or bool(learner.top_k),
             share_prompts=learner.share_prompts,
         )
         extra = tensors_of_forward(scores, old, rows)
@@ -115,8 +121,14 @@ def gradient_update(
             tokens=max(tokens, 1),
             **keywords,
         )
-        loss.backward()
         loss_sum += loss.item()
+        if learner.top_k:
+            # over the micro-batch's tokens, its part by its share of the responses
+            scored = scores.passed.router_logits or ()
+            aux = load_balancing_loss(scored, learner.top_k, part.attention_mask_BT)
+            aux_sum += aux.item() * len(part) / sequences
+            loss = loss + config.optim.aux_loss_coef * aux * len(part) / sequences
+        loss.backward()
         logps.append(scores.logp_BT.detach())
         for name, tensor in extra.items():
             forward_tensors.setdefault(name, []).append(tensor.detach())
@@ -142,6 +154,8 @@ def gradient_update(
     if len(minibatch) > 1:
         metrics = objective_metrics(learner, old, signal, whole, logp_BT, tensors)
     update = Update(whole, loss_sum, grad_norm, lr, logp_BT, tensors, metrics)
+    if learner.top_k:
+        update.aux_loss = aux_sum
     if overridden:
         update.overridden, update.followed = ExpertChange.combine(overridden), ExpertChange.combine(followed)
     return update

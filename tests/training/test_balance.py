@@ -1,14 +1,19 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moe_rl.models import ModelConfig, load_model
+from moe_rl.objectives import get_objective
 from moe_rl.routing import record_routing
 from moe_rl.tasks.encode import answer_ids, prompt_ids
 from moe_rl.training.balance import load_balancing_loss
 from moe_rl.training.checkpoint import model_tensors, restore_model
 from moe_rl.training.cold_start import ColdStartError, cold_start, supervised_loss
-from moe_rl.training.config import ColdStartConfig
+from moe_rl.training.config import ColdStartConfig, OptimConfig
+from moe_rl.training.groups import sample_groups
+from moe_rl.training.learner import make_learner
 
 
 def test_by_hand():
@@ -117,3 +122,64 @@ def test_options_that_cannot_be(lm, task, tmp_path):
             dense, task, ColdStartConfig(aux_loss_coef=0.1), temperature=1.0, max_new_tokens=2, identity={},
             cache=tmp_path,
         )  # fmt: skip
+
+
+def test_an_update_adds_it_to_the_gradient_and_logs_it(tmp_path, fresh, run, ones_task, config):
+    """The first update's gradient is that of the objective plus coef times that of the loss by hand."""
+    coef = 0.3
+    plain, found = {}, {}
+    for name, value, kept in (("plain", 0.0, plain), ("balanced", coef, found)):
+        lm = fresh()
+        optim = OptimConfig(lr=0.0, minibatches=2, max_grad_norm=1e9, aux_loss_coef=value)
+        result = run(tmp_path / name, lm, config(steps=1, optim=optim, drift_every=0))
+        kept["updates"], kept["steps"] = result.updates(), result.steps()
+        # lr is 0, so the last update's gradients are of the weights that sampled
+        kept["grad"] = {n: p.grad.clone() for n, p in lm.model.named_parameters() if p.grad is not None}
+    assert "aux_loss" not in plain["updates"]
+    assert found["updates"]["loss"].tolist() == pytest.approx(plain["updates"]["loss"].tolist(), abs=1e-6)
+
+    learner = make_learner(lm.model, get_objective("grpo"), config(optim=OptimConfig(minibatches=2)))
+    groups = sample_groups(replace(learner, share_prompts=False), lm, ones_task, 1)
+    rows = groups.batch[8:]
+    lm.model.zero_grad()
+    output = lm.model(
+        input_ids=rows.input_ids_BT,
+        attention_mask=rows.attention_mask_BT,
+        position_ids=rows.position_ids_BT,
+        output_router_logits=True,
+    )
+    by_hand = load_balancing_loss(output.router_logits, [2, 2], rows.attention_mask_BT)
+    assert found["updates"]["aux_loss"][1] == pytest.approx(by_hand.item(), rel=1e-5)
+    assert found["steps"]["aux_loss"][0] == pytest.approx(found["updates"]["aux_loss"].mean())
+    by_hand.backward()
+    gates = [name for name in found["grad"] if name.endswith("mlp.gate.weight")]
+    assert len(gates) == 2
+    for name in gates:
+        added = found["grad"][name] - plain["grad"][name]
+        expected = coef * lm.model.get_parameter(name).grad
+        assert torch.allclose(added, expected, atol=1e-6) and expected.abs().max() > 1e-4
+
+
+def test_micro_batches_weigh_by_their_share_of_the_responses(tmp_path, fresh, run, config):
+    optim = OptimConfig(lr=0.0, minibatches=2, aux_loss_coef=0.1)
+    whole = run(tmp_path / "whole", fresh(), config(steps=1, optim=optim, drift_every=0)).updates()
+    parts = replace(optim, microbatch=3)
+    sliced = run(tmp_path / "parts", fresh(), config(steps=1, optim=parts, drift_every=0)).updates()
+    # each is the balance of its own tokens: near that of the whole, and never three times it
+    assert sliced["aux_loss"].tolist() == pytest.approx(whole["aux_loss"].tolist(), rel=0.2)
+    assert sliced["aux_loss"].tolist() != whole["aux_loss"].tolist()
+
+
+def test_rl_balances_the_load(tmp_path, fresh, run, config):
+    found = {}
+    for coef in (0.0, 1.0):
+        optim = OptimConfig(lr=3e-3, minibatches=2, warmup_updates=1, aux_loss_coef=coef)
+        steps = run(tmp_path / str(coef), fresh(), config(steps=8, optim=optim, drift_every=8)).steps()
+        found[coef] = steps["load/max_violation"].iloc[-1]
+    assert found[1.0] < 0.7 * found[0.0]
+
+
+def test_a_dense_model_has_no_load(dense_lm, config):
+    options = config(optim=OptimConfig(aux_loss_coef=0.1))
+    with pytest.raises(ValueError, match=r"optim.aux_loss_coef=0.1: the model has no experts to balance"):
+        make_learner(dense_lm.model, get_objective("grpo"), options)
