@@ -119,6 +119,8 @@ def train_config(cfg: DictConfig) -> Config:
     """The checked options as the dataclass that the loop takes."""
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, Config)
+    if config.dry_run:  # which its callback takes away there
+        raise ValueError("dry_run=true is an option of experiments.train")
     config.check()
     config.model.check()
     config.hardware.check()

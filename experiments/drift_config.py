@@ -50,8 +50,6 @@ def drift_config(cfg: DictConfig) -> DriftConfig:
     config = train_config(cfg)
     assert isinstance(config, DriftConfig)
     config.drift.check()
-    if config.dry_run:
-        raise ValueError("dry_run=true is an option of experiments.train")
     return config
 
 

@@ -26,10 +26,11 @@ from moe_rl.models.footprint import footprint, without_weights
 from moe_rl.models.load import architecture_config
 from moe_rl.models.published import PUBLISHED, published_config
 from moe_rl.tasks import Task
-from moe_rl.tasks.encode import prompt_ids
+from moe_rl.tasks.encode import prompt_ids, said_ids
 from moe_rl.training.border import (
     check_model,
     check_together,
+    check_turns,
     require_encodable,
     require_gradable,
     require_room,
@@ -46,6 +47,7 @@ class DryRun(Callback):
         job = copy.deepcopy(config)
         with read_write(job), open_dict(job):
             del job["hydra"]
+            job.dry_run = False
         transformers.logging.set_verbosity_error()
         findings = examine(job)
         print(findings)
@@ -76,6 +78,7 @@ def examine(cfg: DictConfig) -> Findings:
     if not any(key.startswith("task.") for key in missing):
         with findings.collecting():
             task = build_task(cfg)
+            check_turns(task, config)
             require_gradable(task, config.rollout.grading_timeout)
     tokenizer, architecture = find_model(findings, config.model, task)
     lm = None
@@ -97,7 +100,7 @@ def examine(cfg: DictConfig) -> Findings:
             )  # fmt: skip
             if config.model.source == "checkpoint" and Path(str(config.model.path)).is_dir():
                 check_weights(findings, Path(str(config.model.path)), sizes.parameters)
-            weigh(findings, sizes, config, prompt)
+            weigh(findings, sizes, config, prompt, 1 if task is None else len(task.train(0).turns))
     return findings
 
 
@@ -137,7 +140,7 @@ def find_model(
 
 
 def longest_prompt(findings: Findings, task: Task, lm: LanguageModel | None, config: Config) -> int:
-    """Tokens of the longest prompt among the problems that are looked at.
+    """Tokens of the longest prompt among the problems that are looked at, of all its turns together.
 
     Without a tokenizer bytes: byte-level tokenizers make at most one token of a byte.
     """
@@ -145,11 +148,15 @@ def longest_prompt(findings: Findings, task: Task, lm: LanguageModel | None, con
         with findings.collecting():
             require_encodable(lm, task)
             require_room(lm, task, config)
-    problems = [problem for _, _, problem in some_problems(task)]
-    longest = max(
-        len(problem.prompt.encode()) if lm is None else len(prompt_ids(lm.tokenizer, problem))
-        for problem in problems
-    )
+    problems, longest = [problem for _, _, problem in some_problems(task)], 0
+    with findings.collecting():
+        longest = max(
+            sum(len(turn.prompt.encode()) for turn in problem.turns)
+            if lm is None
+            else len(prompt_ids(lm.tokenizer, problem))
+            + sum(len(said_ids(lm.tokenizer, turn)) for turn in problem.later)
+            for problem in problems
+        )
     count = (
         "without end"
         if task.train_size is None

@@ -19,22 +19,26 @@ CHECKPOINTS = 3  # the two that are kept, and the one being written
 TRACES = 3  # where drift is measured: of π_old, of this update's policy and of the one before
 
 
-def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int) -> None:
-    """Add memory, traces and disk of a run on a model of these sizes, with prompts of `prompt` tokens."""
+def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, turns: int) -> None:
+    """Add memory, traces and disk of a run on a model of these sizes.
+
+    prompt  tokens of the longest prompt, those of all turns together
+    """
     hardware, rollout = config.hardware, config.rollout
-    responses, length = rollout.prompts * rollout.responses, prompt + rollout.longest
+    responses, response = rollout.prompts * rollout.responses, turns * rollout.longest
+    length = prompt + response
     update = -(-responses // (config.optim.minibatches * hardware.gpus))
     micro = min(config.optim.microbatch or update, update)
     findings.add(
         "batch",
-        f"{rollout.prompts} prompts x {rollout.responses} responses of {prompt:,} + {rollout.longest:,} "
+        f"{rollout.prompts} prompts x {rollout.responses} responses of {prompt:,} + {response:,} "
         f"tokens at most; {config.optim.minibatches * config.optim.epochs} updates",
     )
     layout, memory = layout_of(config), gpu_memory(config)
     where = "of each GPU" if hardware.gpus > 1 else "of the process"
     findings.add("update", f"memory {where} at its peak, {micro} a forward")
     findings.weigh(
-        "memory of an update", training_memory(sizes, layout, micro * length, micro * rollout.longest), memory
+        "memory of an update", training_memory(sizes, layout, micro * length, micro * response), memory
     )
     # vLLM queues what its cache does not hold; the loop's own sampler decodes a micro-batch together
     own = hardware.sampler_tensor_parallel is None

@@ -106,6 +106,14 @@ def test_a_local_checkpoint_is_checked_by_its_headers(checkpoint):
     assert f"the model has {stored:,}" in reason
 
 
+def test_turns_count_together():
+    found = examined("task=two_turn", "rollout.max_new_tokens=9")
+    assert found.problems == []
+    assert " + 18 tokens at most" in dict(found.rows)["batch"]
+    (reason,) = examined("task=sort", "advantages_by=turn").problems
+    assert "the task has one turn" in reason
+
+
 def test_a_model_that_is_nowhere_is_a_problem():
     (reason,) = examined("model=checkpoint", "model.path=/nowhere/model").problems
     assert reason.startswith("model.path=/nowhere/model: no config of it on this machine")
