@@ -17,6 +17,7 @@ from pathlib import Path
 
 NOBODY = 65534  # who root becomes before anything else
 INSIDE = 1000  # uid and gid that the code sees
+COVERED = "/sys"  # the new root is built over it, in its own mount namespace: it is everywhere, and not needed
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
 ENVIRONMENT = {
@@ -107,7 +108,7 @@ class Isolation:
         return [
             self.executable, "--user", f"--map-user={INSIDE}", f"--map-group={INSIDE}", "--keep-caps",
             "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child=KILL",
-            "--propagation=private", "--", "sh", "-c", BUILD_ROOT, "sh", "/tmp", str(scratch_bytes),
+            "--propagation=private", "--", "sh", "-c", BUILD_ROOT, "sh", COVERED, str(scratch_bytes),
             *trees, *DEVICES, "--", *(word for pair in links for word in pair), "--",
         ]  # fmt: skip
 

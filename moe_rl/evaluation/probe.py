@@ -31,6 +31,15 @@ def refused(action):
         return True
     return False
 
+def exists(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
 def write(path, mebibytes=0):
     with open(path, "wb") as file:
         file.write(b"x")
@@ -75,7 +84,7 @@ print(json.dumps({
     "memory": not refused(take_memory),
     "network": not refused(connect) or [name for _, name in socket.if_nameindex()] != ["lo"],
     "namespace": not refused(make_namespace),
-    "signal": not all([refused(lambda: os.kill(pid, 0)) for pid in given["processes"]]),
+    "signal": any([exists(process) for process in given["processes"]]),
     "limits": [resource.getrlimit(getattr(resource, name)) for name in given["limits"]],
     "environment": sorted(set(os.environ) - set(given["environment"])),
     "forks": count_forks(),

@@ -37,7 +37,7 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, which says nothing of the code."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
     """Of one run. `memory_mb` (MiB) is each process's address space: all together `processes` times that."""
 
