@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 NOTES = ".failed"  # below the sweep's directory
 INTERRUPTED = 130
+# launcher=: its Hydra plugin, and the extra that brings it
+PLUGINS = {
+    "joblib": ("hydra_joblib_launcher", "sweep"),
+    "submitit_local": ("hydra_submitit_launcher", "slurm"),
+    "submitit_slurm": ("hydra_submitit_launcher", "slurm"),
+    "ray": ("hydra_ray_launcher", "ray"),
+}
 # The sweeps of the command that runs: Hydra makes its callbacks by itself, so they cannot be handed a list.
 SWEEPS: ContextVar[list[Sweep] | None] = ContextVar("sweeps", default=None)
 
@@ -80,6 +88,7 @@ def lists_failures(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def listing() -> None:
+        require_launcher(sys.argv)
         with remembered() as sweeps:
             try:
                 main()
@@ -92,6 +101,22 @@ def lists_failures(main: Callable[[], None]) -> Callable[[], None]:
                 sys.exit(1)
 
     return listing
+
+
+def require_launcher(arguments: list[str]) -> None:
+    """End with one line for a launcher that is not installed; Hydra composes it for a single run as well."""
+    given = [word.removeprefix("launcher=") for word in arguments if word.startswith("launcher=")]
+    launcher = given[-1] if given else "joblib"
+    plugin, extra = PLUGINS.get(launcher, (None, None))
+    if plugin is None:
+        return  # in Hydra's core, or unknown, which Hydra says
+    try:
+        found = importlib.util.find_spec(f"hydra_plugins.{plugin}")
+    except ModuleNotFoundError:  # no plugin at all
+        found = None
+    if found is None:
+        needs = f'launcher={launcher} needs the package {plugin}: pip install "moe_rl[{extra}]"'
+        sys.exit(f"failed: {needs}, or give launcher=basic")
 
 
 def list_failures(sweeps: list[Sweep]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.sweep import require_launcher
 from experiments.train import main
 from moe_rl.store import Run, find_runs
 
@@ -30,13 +31,14 @@ SMALL = [
     "cold_start.enabled=false",
     "steps=3",
 ]
-PLUGINS = {"joblib": "joblib_launcher", "submitit_local": "submitit_launcher", "ray": "ray_launcher"}
 
 
 def needs(launcher):
-    plugin = PLUGINS.get(launcher)
-    if plugin is not None and importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}") is None:
-        pytest.skip(f"hydra_{plugin} is not installed: the extra of launcher={launcher}")
+    """Skip where the launcher is not installed."""
+    try:
+        require_launcher([f"launcher={launcher}"])
+    except SystemExit as stop:
+        pytest.skip(stop.code)
 
 
 def sweep(output, launcher, *overrides):
@@ -114,6 +116,18 @@ def test_the_same_runs_whichever_launcher_goes_on(tmp_path, whole, launcher, mon
     failed = os.path.relpath(done.path.with_name("seed-1"))
     listed = f"runs failed:\n  {failed}: seed=-1: must be at least 0 (it numbers a stretch of the problems)\n"
     assert capfd.readouterr().err.endswith(f"1 of {len(seeds)} {listed}")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "extra"), [(None, "sweep"), ("submitit_slurm", "slurm"), ("ray", "ray")]
+)
+def test_a_launcher_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, launcher, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", f"output={tmp_path}", *([f"launcher={launcher}"] if launcher else [])]
+    )
+    with pytest.raises(SystemExit, match=rf'pip install "moe_rl\[{extra}\]", or give launcher=basic'):
+        main()
 
 
 def test_tracking_is_no_part_of_a_run(tmp_path, whole):
