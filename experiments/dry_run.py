@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from experiments.config import Config, build_objective, build_task, train_config
 from experiments.findings import Findings
 from experiments.weigh import weigh
-from moe_rl.models import LanguageModel, ModelConfig, prepare
+from moe_rl.models import LanguageModel, ModelConfig, ModelError, prepare
 from moe_rl.models.footprint import footprint, without_weights
 from moe_rl.models.load import architecture_config
 from moe_rl.models.published import PUBLISHED, published_config
@@ -81,7 +81,7 @@ def examine(cfg: DictConfig) -> Findings:
             check_turns(task, config)
             require_gradable(task, config.rollout.grading_timeout)
     tokenizer, architecture = find_model(findings, config.model, task)
-    lm = None
+    model = lm = None
     if architecture is not None:
         with findings.collecting():
             model = without_weights(architecture)
@@ -89,18 +89,23 @@ def examine(cfg: DictConfig) -> Findings:
             if tokenizer is not None:
                 lm = prepare(model, tokenizer)
     prompt = 0 if task is None else longest_prompt(findings, task, lm, config)
-    if architecture is not None:
-        with findings.collecting():
+    if architecture is not None and model is not None:
+        try:
             sizes = footprint(architecture)
-            findings.add(
-                "sizes",
-                f"{sizes.parameters:,} parameters, {sizes.active:,} active; {sizes.layers} layers, "
-                + ("dense" if (t := sizes.trace) is None else
-                   f"{t.layers} routers of {t.num_experts} experts, top-{t.top_k}"),
-            )  # fmt: skip
-            if config.model.source == "checkpoint" and Path(str(config.model.path)).is_dir():
+        except ModelError as error:
+            findings.add("sizes", f"not computed: {error}")
+            return findings
+        routed = "dense"
+        if (trace := sizes.trace) is not None:
+            routed = f"{trace.layers} routers of {trace.num_experts} experts, top-{trace.top_k}"
+        findings.add(
+            "sizes",
+            f"{sizes.parameters:,} parameters, {sizes.active:,} active; {sizes.layers} layers, {routed}",
+        )
+        if config.model.source == "checkpoint" and Path(str(config.model.path)).is_dir():
+            with findings.collecting():
                 check_weights(findings, Path(str(config.model.path)), sizes.parameters)
-            weigh(findings, sizes, config, prompt, 1 if task is None else len(task.train(0).turns))
+        weigh(findings, sizes, config, prompt, 1 if task is None else len(task.train(0).turns))
     return findings
 
 

@@ -32,8 +32,8 @@ def model_table() -> pd.DataFrame:
     rows = []
     for name in PUBLISHED:
         sizes = footprint(published_config(name))
-        trace, kv = sizes.trace, 2 * sizes.kv_per_token
-        assert trace is not None
+        trace, cached = sizes.trace, sizes.kv_per_token
+        assert trace is not None and cached is not None
         rows.append(
             {
                 "model": name.split("/")[1],
@@ -43,11 +43,11 @@ def model_table() -> pd.DataFrame:
                 "MoE layers": trace.layers,
                 "E": trace.num_experts,
                 "K": trace.top_k,
-                "KV cache": kv,
+                "KV cache": 2 * cached,
                 "trace": trace.bytes_per_token,
                 "ordered": trace.file_bytes_per_token(),
                 "sets": trace.file_bytes_per_token(ordered=False),
-                "sets / KV": trace.file_bytes_per_token(ordered=False) / kv,
+                "sets / KV": trace.file_bytes_per_token(ordered=False) / (2 * cached),
             }
         )
     return pd.DataFrame(rows)

@@ -46,7 +46,9 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, tur
     parts = generation_memory(sizes, layout, at_once * length, hardware.sampler_tensor_parallel)
     findings.add("sampling", f"memory {where}, {at_once} of full length at once")
     findings.weigh("memory of sampling", parts, memory)
-    if not own:
+    if "KV cache" not in parts:
+        findings.add("  KV cache", "not known for this kind of attention, not counted")
+    elif not own:
         room = max(0, memory - sum(parts.values()) + parts["KV cache"]) / parts["KV cache"]
         findings.add("  room for", f"{room:.0f} of full length at once in each copy of the sampler")
     if hardware.gpus > 1:

@@ -12,6 +12,8 @@ from moe_rl.models.config import ModelError
 from moe_rl.routing import RoutingError, find_routers, has_routers
 from moe_rl.routing.trace_size import TraceSize
 
+CACHED_IN_FULL = {"full_attention", "sliding_attention", "chunked_attention"}
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -22,7 +24,7 @@ class Footprint:
     root              those outside decoder layers: embedding, head, last norm
     block             those of the largest decoder layer, the unit in which FSDP2 gathers weights
     active_block      the most that a token passes in one decoder layer
-    kv_per_token      keys and values cached for a token, all layers; see `kv_cache`
+    kv_per_token      keys and values cached for a token, all layers; None where `kv_cache` does not know
     kv_heads          among which they can be split
     layers, hidden, vocabulary   decoder layers, D and V
     trace             sizes of its routing; None for a dense model
@@ -33,8 +35,8 @@ class Footprint:
     root: int
     block: int
     active_block: int
-    kv_per_token: int
-    kv_heads: int
+    kv_per_token: int | None
+    kv_heads: int | None
     layers: int
     hidden: int
     vocabulary: int
@@ -44,11 +46,11 @@ class Footprint:
 def footprint(config: PreTrainedConfig) -> Footprint:
     """The sizes of the causal LM that transformers builds from `config`.
 
-    Raises ModelError when `without_weights` or `kv_cache` does, for routers of different sizes and for a MoE
-    whose routed experts are not held as tensors [E, ...].
+    Raises ModelError when `without_weights` does, for routers of different sizes and for a MoE whose routed
+    experts are not held as tensors [E, ...].
     """
     text = config.get_text_config()
-    kv_per_token, kv_heads = kv_cache(text)
+    kv_per_token, kv_heads = kv_cache(text) or (None, None)
     model = without_weights(config)
     trace = _trace_size(model)
     blocks = _blocks(model)
@@ -82,20 +84,16 @@ def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def kv_cache(text: PreTrainedConfig) -> tuple[int, int]:
+def kv_cache(text: PreTrainedConfig) -> tuple[int, int] | None:
     """Numbers cached for a token, and the heads among which they can be split.
 
-    Grouped-query attention: 2 · heads · width a layer. Multi-head latent attention (DeepSeek-V2, arXiv
-    2405.04434, 2.1.4): the compressed latent and the rotary key, one for all heads, which is what vLLM keeps;
-    transformers keeps the expanded keys and values.
-
-    Raises ModelError where some layers have another kind of attention.
+    Grouped-query attention: 2 · heads · width a layer, also where a window would drop some. Multi-head latent
+    attention (DeepSeek-V2, arXiv 2405.04434, 2.1.4): the compressed latent and the rotary key, one for all
+    heads, which is what vLLM keeps; transformers keeps the expanded keys and values. None where some layers
+    keep something else, such as the state of linear attention.
     """
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise ModelError(
-            f"the cache of {type(text).__name__} is not known: {', '.join(sorted(kinds))} layers"
-        )
+    if set(getattr(text, "layer_types", None) or ()) - CACHED_IN_FULL:
+        return None
     if getattr(text, "kv_lora_rank", None):
         return text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim), 1
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -76,24 +76,23 @@ def generation_memory(
                      training (vLLM in the same processes); None: the weights in training sample themselves
 
     KV cache  `Footprint.kv_per_token` numbers a token, of which tensor parallelism splits the heads; a latent
-              shared by all heads (multi-head latent attention) it does not split
+              shared by all heads (multi-head latent attention) it does not split; left out where the
+              footprint has none
     """
     shard = layout.state_bytes * sizes.parameters // layout.gpus
-    alone = tensor_parallel is None
+    gathered = copied = 0
+    if tensor_parallel is not None:
+        copied = layout.compute_bytes * sizes.parameters // tensor_parallel
+    elif layout.gpus > 1:
+        gathered = layout.compute_bytes * (sizes.root + 2 * sizes.block)
+    cached, heads = sizes.kv_per_token or 0, min(tensor_parallel or 1, sizes.kv_heads or 1)
     parts = {
         "weights": shard,
         "AdamW moments": 2 * shard,
         "reference policy": shard * layout.reference,
-        "gathered layers": layout.compute_bytes * (sizes.root + 2 * sizes.block)
-        if alone and layout.gpus > 1
-        else 0,
-        "sampler's weights": 0
-        if alone
-        else layout.compute_bytes * sizes.parameters // (tensor_parallel or 1),
-        "KV cache": layout.compute_bytes
-        * sizes.kv_per_token
-        * tokens
-        // min(tensor_parallel or 1, sizes.kv_heads),
+        "gathered layers": gathered,
+        "sampler's weights": copied,
+        "KV cache": layout.compute_bytes * cached * tokens // heads,
     }
     return {name: held for name, held in parts.items() if held}
 

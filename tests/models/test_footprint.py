@@ -80,10 +80,22 @@ def test_latent_attention_caches_the_latent_and_the_rotary_key():
     assert kv_cache(published_config("deepseek-ai/DeepSeek-V3")) == (61 * (512 + 64), 1)
 
 
-def test_kinds_of_attention_that_are_not_known_are_refused():
+def test_windows_count_in_full_and_linear_attention_is_not_known():
     config = AutoConfig.for_model("gpt_oss", **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ModelError, match="GptOssConfig is not known: sliding_attention layers"):
-        footprint(config)
+    assert "sliding_attention" in config.layer_types and kv_cache(config) == (3 * 2 * 2 * 8, 2)
+    linear = AutoConfig.for_model(
+        "qwen3_next", **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )  # fmt: skip
+    sizes = footprint(linear)
+    assert sizes.kv_per_token is None and sizes.trace == TraceSize(3, 4, 2)
+    assert "KV cache" not in generation_memory(sizes, Layout(), 10, None)
+
+
+def test_what_cannot_be_counted_is_refused():
+    keys = AutoConfig.for_model("doge", **SMALL, is_moe=True, num_experts=16, num_experts_per_tok=4)
+    with pytest.raises(ModelError, match="DogeForCausalLM: found no routed experts"):
+        footprint(keys)  # experts are rows of an embedding
     with pytest.raises(ModelError, match="builds no model of this Qwen3MoeConfig"):
         footprint(AutoConfig.for_model("qwen3_moe", **SMALL | {"num_key_value_heads": 0}))
     with pytest.raises(ModelError, match=r"only those of Qwen/Qwen3-30B-A3B-Base"):
