@@ -26,15 +26,21 @@ from moe_rl.store import Run, StoreError, write_atomic
 from moe_rl.store.files import writing
 
 COLUMNS = (
-    "reward/mean", "reward/std", "reward/zero_std_groups", "response/length", "response/truncated", "entropy",
-    "loss", "grad_norm", "grad_norm_max", "lr", "updates/skipped", "kl/k1", "kl/k3",
+    "reward/mean", "reward/std", "reward/zero_std_groups", "reward/turn1", "reward/turn2", "response/length",
+    "response/length_better", "response/length_worse", "response/truncated", "entropy", "loss", "aux_loss",
+    "grad_norm", "grad_norm_max", "lr", "updates/skipped", "kl/k1", "kl/k3",
     "ratio/token_std", "ratio/token_min", "ratio/token_max", "ratio/token_log_sq",
     "ratio/sequence_std", "ratio/sequence_min", "ratio/sequence_max",
     "clip_frac/token", "clip_frac/sequence", "clip_frac/token_signblind",
     "drift/first", "drift/old", "drift/step", "replay/overridden", "intervention/experts",
-    "mismatch/kl_k3", "mismatch/experts", "router_shift/gamma_mean", "load/max_violation", "time/total",
+    "mismatch/kl_k3", "mismatch/kl_k3_older", "mismatch/kl_k3_current", "mismatch/logp_abs_diff_mean",
+    "mismatch/experts", "rollout/older_tokens", "router_shift/gamma_mean", "load/max_violation",
+    "time/rollout", "time/old_policy", "time/total",
 )  # fmt: skip
-EVALS = ("eval/greedy", "eval/sampled")
+EVALS = (
+    "eval/greedy", "eval/sampled", "eval/greedy_turn1", "eval/greedy_turn2", "eval/sampled_turn1",
+    "eval/sampled_turn2",
+)  # fmt: skip
 TRAINED, UNCLIPPED = "tokens/trained", "tokens/unclipped"
 
 
