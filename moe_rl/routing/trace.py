@@ -12,19 +12,11 @@ from torch import Tensor, nn
 
 from moe_rl.routing.content import check_content
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.indexing import Rows, id_dtype, row_indices
 from moe_rl.routing.tokens import hash_tokens
 
 if TYPE_CHECKING:
     from moe_rl.routing.storage import TraceFile
-
-Rows = int | slice | Sequence[int] | Sequence[bool] | Tensor
-
-
-def id_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype for expert ids below `num_experts` that torch fully supports (uint16 lacks ops)."""
-    if num_experts <= 256:
-        return torch.uint8
-    return torch.int16 if num_experts <= 32_768 else torch.int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,17 +295,6 @@ def _versions(experts: Tensor, valid: Tensor) -> tuple[int, int]:
 
 def _is_bool(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bool
-
-
-def row_indices(rows: Rows, B: int) -> Tensor:
-    """int64 [N]: the sequences of B that an index selects, from 0 on. Raises RoutingError for one outside."""
-    if isinstance(rows, slice):
-        return torch.arange(B)[rows]
-    index = torch.as_tensor(rows).cpu().reshape(-1)
-    index = index.nonzero().squeeze(1) if _is_bool(index) else index.long()
-    if index.numel() and not -B <= int(index.min()) <= int(index.max()) < B:
-        raise RoutingError(f"sequences {index.tolist()} are not all in a trace of {B} sequences")
-    return torch.where(index < 0, index + B, index)
 
 
 def _common(values: list[Any]) -> Any:

@@ -4,8 +4,8 @@ The three arms differ in two places only: the objective, and the routing of the 
 (`routing_of` in update.py). Everything else, prompts and random streams included, they share.
 
 What differs from the paper (arXiv 2507.18071): the prompts of a step are consecutive items of the task's
-seeded stream rather than a shuffled epoch; there is no KL to a reference policy unless the objective's
-options ask for it; the load-balancing loss is off.
+seeded stream rather than a shuffled epoch; there is no KL to a reference policy and no load-balancing loss
+unless the options ask for them.
 """
 
 from __future__ import annotations

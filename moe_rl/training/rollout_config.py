@@ -58,7 +58,7 @@ class RolloutConfig:
             )
         self._check_schedules()
         shortest = min([self.max_new_tokens, *(limit for _, limit in self.length_schedule)])
-        if not 0 <= self.ahead < shortest:
+        if self.ahead and not 0 < self.ahead < shortest:
             raise ValueError(
                 f"rollout.ahead={self.ahead}: expected 0 (off) to {shortest - 1}, one less than the "
                 "tokens of a response"
