@@ -20,11 +20,13 @@ Overrides = list[str]
 
 @dataclass(frozen=True)
 class Block:
-    """One block. `from_suite`: its runs start from the collapsed runs of another suite."""
+    """One block. `entry`: the command of `experiments` that its sweeps are of; `from_suite`: its runs start
+    from the collapsed runs of another suite."""
 
     name: str
     suite: str
     minutes: int
+    entry: str = "train"
     seeds: tuple[int, ...] = ()
     sweeps: tuple[Overrides, ...] = ()
     from_suite: str | None = None

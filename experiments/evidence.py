@@ -8,9 +8,10 @@
     python -m experiments.evidence export runs=outputs/x suite=search
 
 A block runs sweeps of `experiments.train`, below outputs/evidence/<size>/, and then writes the table of every
-run that has ended to <results>/runs/<suite>/; what is there already is not run again, and a block that is
-stopped continues with the same command. Results of size=full are in experiments/results/, those of size=quick
-below outputs/. Claims and figures are made from the tables alone.
+run that has ended to <results>/runs/<suite>/; those of `experiments.measure_noise` go to <results>/measured/.
+What is there already is not run again, and a block that is stopped continues with the same command. Results
+of size=full are in experiments/results/, those of size=quick below outputs/. Claims and figures are made from
+the tables alone.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import sys
 import time
 from collections.abc import Sequence
 from glob import glob
+from importlib import import_module
 from pathlib import Path
 
 from experiments.blocks import SIZES, Block, Overrides, read_blocks
 from moe_rl.analysis.claims_warning import SUITE as WARNING
 from moe_rl.analysis.evidence_report import claim_table, insert_table, write_evidence
+from moe_rl.analysis.measured_files import export_measured
 from moe_rl.analysis.run_files import export
 from moe_rl.store import StoreError, find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 LIMIT_S = 38 * 60.0  # no sweep of a block begins later, so that the block ends within 45 minutes
+# How the runs of a command become small tables, and in which folder of the results these are.
+EXPORTS = {"train": (export, "runs"), "measure_noise": (export_measured, "measured")}
 USAGE = (
     "expected: python -m experiments.evidence size=quick|full [block=NAME] | list | build | "
     "export runs=DIR[,DIR or GLOB...] suite=NAME"
@@ -71,13 +76,14 @@ def run(size: str, name: str | None) -> int:
             failed += run_block(block, output)
         finally:
             if (output / block.suite).exists():
-                export(find_runs(output / block.suite), block.suite, results / "runs")
+                write, folder = EXPORTS[block.entry]
+                write(find_runs(output / block.suite), block.suite, results / folder)
     if size == "full":
         build()
     else:
         rows = write_evidence(results, commands())
         print(f"{len(rows)} statements of no weight, from runs of seconds: {results / 'claims.md'}")
-        if any((RESULTS / "runs").glob("*/*.csv")):
+        if any(any((RESULTS / folder).glob("*/*.csv")) for _, folder in EXPORTS.values()):
             build()
     return min(failed, 1)
 
@@ -91,20 +97,19 @@ def run_block(block: Block, output: Path) -> int:
             print(f"{block.name}: time is up after {number - 1} of {len(sweeps)} sweeps; give it again")
             break
         print(f"{block.name}, sweep {number} of {len(sweeps)}: {' '.join(overrides)}", flush=True)
-        failed += not train(overrides)
+        failed += not sweep(block.entry, overrides)
     if not sweeps:
         print(f"{block.name}: nothing to start from, no run of {block.from_suite} collapsed")
     return failed
 
 
-def train(overrides: Overrides) -> bool:
-    """`python -m experiments.train -m` here, whose workers stay for the next sweep; whether it went well."""
-    from experiments.train import main as train_main
-
+def sweep(entry: str, overrides: Overrides) -> bool:
+    """`python -m experiments.<entry> -m` here, whose workers stay for the next one; whether it went well."""
+    main_of_entry = import_module(f"experiments.{entry}").main
     before = sys.argv
-    sys.argv = ["experiments.train", "-m", *overrides]
+    sys.argv = [f"experiments.{entry}", "-m", *overrides]
     try:
-        train_main()
+        main_of_entry()
     except SystemExit as error:
         return not error.code
     finally:

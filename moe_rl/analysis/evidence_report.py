@@ -8,8 +8,11 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.analysis.claims import statements
+from moe_rl.analysis.claims_noise import noise_statements
 from moe_rl.analysis.evidence import Statement, final_greedy, final_reward, mean_of
 from moe_rl.analysis.evidence_figures import draw_all
+from moe_rl.analysis.measured_files import read_measured
+from moe_rl.analysis.noise_figures import noise_figures
 from moe_rl.analysis.report import write_csv, write_png
 from moe_rl.analysis.run_files import CompactRun, read_all
 from moe_rl.store import StoreError, write_atomic
@@ -20,17 +23,18 @@ HEAD = "| claim | what we measured | interval | n | command |\n|---|---|---|---|
 
 
 def write_evidence(results: Path, commands: Mapping[str, str]) -> list[Statement]:
-    """Make claims.md, claims.csv, runs.csv and figures/*.png in `results` from the files in results/runs.
+    """Make claims.md, claims.csv, runs.csv and figures/*.png in `results` from results/runs and
+    results/measured.
 
     `commands`: how the runs of each suite are made, for the table. Raises StoreError without any file.
     """
-    runs = read_all(results / "runs")
-    if not runs:
+    runs, measured = read_all(results / "runs"), read_measured(results / "measured")
+    if not runs and not measured:
         raise StoreError(f"{results / 'runs'} holds no tables of runs: run a block first")
-    rows = statements(runs)
+    rows = [*statements(runs), *noise_statements(measured)]
     with writing(results):
         (results / "figures").mkdir(parents=True, exist_ok=True)
-    for name, figure in draw_all(runs).items():
+    for name, figure in (draw_all(runs) | noise_figures(measured)).items():
         write_png(figure, results / "figures" / f"{name}.png")
     write_csv(claim_frame(rows, commands), results / "claims.csv")
     write_csv(run_frame(runs), results / "runs.csv")
@@ -52,11 +56,11 @@ def claims_page(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:
     """The table with how it is to be read."""
     return (
         "# Claims, and what came out\n\n"
-        "Generated from `runs/` by `python -m experiments.evidence build`; do not edit. Differences are "
-        "paired by seed; intervals are 95 % percentile bootstraps of the mean from five seeds on, else the "
-        "range of the seeds, and say so; p values are two-sided, by the sign-flip test or the log-rank test, "
-        "adjusted by Holm over the comparisons of a suite. `claims.csv` has the ids of the runs behind each "
-        "row.\n\n" + claim_table(rows, commands)
+        "Generated from `runs/` and `measured/` by `python -m experiments.evidence build`; do not edit. "
+        "Differences are paired by seed; intervals are 95 % percentile bootstraps of the mean from five "
+        "seeds on, else the range of the seeds, and say so; p values are two-sided, by the sign-flip test or "
+        "the log-rank test, adjusted by Holm over the comparisons of a suite. `claims.csv` has the ids of "
+        "the runs behind each row.\n\n" + claim_table(rows, commands)
     )
 
 

@@ -4,8 +4,8 @@ With d_t the log-ratio of token t and n the length, the sequence ratio of GSPO (
 exp(m), m = mean_t d_t; without normalisation it is the product exp(n m). If the d_t are independent with
 variance σ², Var m = σ²/n and Var(n m) = σ² n. What they share (a response on which every token became
 likelier) makes both larger, by the same factor: the inflation n Var m / σ². Under a correlation that dies out
-with the distance, an AR(1) of coefficient ρ, it grows to (1 + ρ) / (1 - ρ) and stays there; where tokens have
-σ² in all and τ² of it is common to a response, it grows as 1 + (n - 1) τ²/σ², and Var m does not fall below τ².
+with the distance, an AR(1) of coefficient ρ, it grows to (1 + ρ) / (1 - ρ) and stays there; where τ² of σ² is
+common to a response, it grows as 1 + (n - 1) τ²/σ², and Var m does not fall below τ².
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from experiments.config import arm_name, build_objective, build_task, register, run_id, train_config
 from experiments.drift_config import register_drift
 from experiments.launch import CONF
+from experiments.noise_config import register_noise
 
 GROUPS = sorted(p.relative_to(CONF) for p in Path(CONF).glob("*/*.yaml"))
 NEEDS = {  # what a group's file leaves to the user
@@ -19,11 +20,13 @@ NEEDS = {  # what a group's file leaves to the user
     "experiment/recovery": ["model.path=checkpoint"],
     "experiment/qwen3_30b_a3b": ["task.path=problems.jsonl"],
 }
+OTHERS = {"experiment/noise": "measure_noise"}  # commands with options of their own
 
 
 def composed(*overrides, config="config"):
     register()
     register_drift()
+    register_noise()
     with initialize_config_dir(CONF, version_base="1.3"):
         return compose(config, overrides=list(overrides))
 
@@ -35,9 +38,9 @@ def test_there_is_something_to_compose():
 @pytest.mark.parametrize("path", GROUPS, ids=str)
 def test_every_file_composes(path):
     group, name = path.parts[0], path.stem
-    drift = name.startswith("drift_")  # experiments of measure_drift have options of its own
+    of = "measure_drift" if name.startswith("drift_") else OTHERS.get(f"{group}/{name}", "config")
     needs = NEEDS.get(f"{group}/{name}", [])
-    cfg = composed(f"{group}={name}", *needs, config="measure_drift" if drift else "config")
+    cfg = composed(f"{group}={name}", *needs, config=of)
     config = train_config(cfg)
     build_objective(cfg)
     if cfg.task.name not in ("jsonl", "reasoning_gym"):  # these read a file, need an extra

@@ -12,6 +12,7 @@ from experiments import blocks, evidence
 from experiments.blocks import Block, continued, read_blocks, starts
 from experiments.config import build_objective, register, train_config
 from experiments.launch import CONF
+from experiments.noise_config import register_noise
 from moe_rl.analysis.run_files import compact, read_all
 from moe_rl.store import Run, RunStore
 
@@ -37,10 +38,11 @@ def jobs_of(sweeps):
 @pytest.mark.parametrize("block", [*FULL.values(), *QUICK.values()], ids=lambda b: b.name)
 def test_every_sweep_composes_into_runs_of_its_suite(block):
     register()
+    register_noise()
     sweeps = block.sweeps or [["experiment=recovery", "model.path=x", *t] for t in block.treatments]
     with initialize_config_dir(CONF, version_base="1.3"):
         for overrides in jobs_of(sweeps):
-            cfg = compose("config", overrides=overrides)
+            cfg = compose("config" if block.entry == "train" else block.entry, overrides=overrides)
             config = train_config(cfg)
             build_objective(cfg)
             assert config.experiment == block.suite
@@ -50,7 +52,7 @@ def test_every_sweep_composes_into_runs_of_its_suite(block):
 
 def test_blocks_fit_their_time_and_seeds_are_fresh():
     assert all(block.minutes <= 45 for block in FULL.values())
-    assert sum(block.minutes for block in FULL.values()) <= 6 * 60
+    assert sum(block.minutes for block in FULL.values()) <= 13 * 60
     searched = {seed for block in FULL.values() if block.suite == "search" for seed in block.seeds}
     assert searched == {0, 1, 2, 3}
     for block in CONFIRMED:
@@ -117,7 +119,7 @@ def test_recovery_starts_from_the_end_and_from_well_before_the_collapse(tmp_path
 def test_a_block_stops_when_its_time_is_up(monkeypatch, capsys, tmp_path):
     ran = []
     clock = iter([0.0, 1.0, 2.0, evidence.LIMIT_S + 1])
-    monkeypatch.setattr(evidence, "train", lambda overrides: ran.append(overrides) or len(ran) == 1)
+    monkeypatch.setattr(evidence, "sweep", lambda entry, words: ran.append(words) or len(ran) == 1)
     monkeypatch.setattr(evidence.time, "monotonic", lambda: next(clock))
     block = Block("b", "search", 1, seeds=(0, 1, 2, 3, 4), sweeps=(["a=1"],))
     assert evidence.run_block(block, tmp_path) == 1  # of two sweeps one failed
