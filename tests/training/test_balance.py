@@ -174,7 +174,7 @@ def test_rl_balances_the_load(tmp_path, fresh, run, config):
     found = {}
     for coef in (0.0, 1.0):
         optim = OptimConfig(lr=3e-3, minibatches=2, warmup_updates=1, aux_loss_coef=coef)
-        steps = run(tmp_path / str(coef), fresh(), config(steps=8, optim=optim, drift_every=8)).steps()
+        steps = run(tmp_path / str(coef), fresh(), config(steps=5, optim=optim, drift_every=5)).steps()
         found[coef] = steps["load/max_violation"].iloc[-1]
     assert found[1.0] < 0.7 * found[0.0]
 
