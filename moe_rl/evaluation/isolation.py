@@ -17,7 +17,7 @@ from pathlib import Path
 
 NOBODY = 65534  # who root becomes before anything else
 INSIDE = 1000  # uid and gid that the code sees
-COVERED = "/sys"  # the new root is built over it, in its own mount namespace: it is everywhere, and not needed
+COVERED = "/sys"  # where the new root is built, in its own mount namespace: it is everywhere, and not needed
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
 ENVIRONMENT = {
