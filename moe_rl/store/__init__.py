@@ -9,6 +9,7 @@
     final/              the trained model             snapshots/      models of earlier steps, where asked for
     content.txt         digest of the weights, tokenizer and problems that the run began with
     nonfinite/          batches of updates that were not finite
+    tracking/           what a tracker keeps here, where one is asked for
     run.lock, run.pid   held while a process writes
 
 Every whole file and every checkpoint is written beside its place, fsynced and renamed, and every metric is

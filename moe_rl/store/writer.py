@@ -184,12 +184,14 @@ class RunStore:
 
     def close(self) -> None:
         """Let other processes write here."""
-        while self._followers:
-            self._followers.pop().closed()
-        if self._lock.is_locked:
-            with contextlib.suppress(OSError):  # only says who holds the lock
-                (self.path / "run.pid").unlink(missing_ok=True)
-            self._lock.release()
+        try:
+            while self._followers:
+                self._followers.pop().closed()
+        finally:  # an interrupt while a tracker uploads
+            if self._lock.is_locked:
+                with contextlib.suppress(OSError):  # only says who holds the lock
+                    (self.path / "run.pid").unlink(missing_ok=True)
+                self._lock.release()
 
     def __enter__(self) -> "RunStore":
         return self
