@@ -14,6 +14,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from experiments.engine_config import EngineConfig
 from moe_rl.models import ModelConfig
 from moe_rl.objectives import OBJECTIVES, Objective, get_objective
 from moe_rl.tasks import TASKS, Task, get_task
@@ -53,6 +54,7 @@ class Config(TrainConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     task: Any = MISSING
     objective: Any = MISSING
+    engine: EngineConfig = field(default_factory=EngineConfig)
     device: str = "cpu"
     threads: int = 1  # torch threads of this process; parallelism belongs to the sweep
     output: str = "outputs"  # where run directories go
@@ -124,6 +126,7 @@ def train_config(cfg: DictConfig) -> Config:
     config.check()
     config.model.check()
     config.hardware.check()
+    config.engine.check()
     require_finite(run_config(cfg))
     if config.threads < 1:
         raise ValueError(f"threads={config.threads}: must be at least 1")

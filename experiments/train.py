@@ -16,6 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from experiments.config import build_objective, build_task, build_tracker, run_config, train_config
+from experiments.engines import engine_of, first_process
 from experiments.launch import (
     CONF,
     attempt,
@@ -29,17 +30,16 @@ from experiments.sweep import lists_failures
 from moe_rl.analysis.comparison import collapse_of
 from moe_rl.models import LanguageModel
 from moe_rl.routing.routers import find_routers, has_routers
-from moe_rl.store import Run, RunStore, environment, whole_directory
+from moe_rl.store import Run, environment
 from moe_rl.tracking import Tracking
 from moe_rl.training.border import check_together, check_turns, require_gradable
-from moe_rl.training.loop import train
 
 
 @lists_failures
 @hydra.main(version_base="1.3", config_path=CONF, config_name="config")
 def main(cfg: DictConfig) -> None:
     path = attempt(cfg, run)
-    if path is None:
+    if path is None or not first_process():
         return
     evals = Run(path).evals()
     first, last = evals.iloc[0], evals.iloc[-1]
@@ -54,21 +54,22 @@ def run(cfg: DictConfig, path: Path) -> None:
     """One run from config to DONE; what goes wrong after the config check leaves FAILED."""
     config = train_config(cfg)
     task, objective, tracker = build_task(cfg), build_objective(cfg), build_tracker(cfg)
+    engine = engine_of(config)
     check_together(objective, config)
     check_turns(task, config)
+    engine.check(config, objective, task)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)
     bar = terminal_line()
-    with RunStore.open(
+    with engine.open_store(
         path, run_config(cfg), environment() | {"command": command("experiments.train")}
     ) as store:
-        if tracker is not None:
+        if tracker is not None and first_process():
             store.follow(Tracking(store, tracker, cfg.tracking.name))
         lm, warm = starting_model(config, cfg, path, task, objective, bar)
         title = f"{config.arm} seed {config.seed}"
-        train(lm, task, objective, config, store, title=title, bar=bar)
-        with whole_directory(path / "final") as folder:
-            lm.save(folder)
+        engine.train(lm, task, objective, config, store, title=title, bar=bar)
+        engine.save_final(lm, path / "final")
         store.finish(summary(path, lm) | warm)
 
 

@@ -11,7 +11,7 @@ from experiments.drift_config import register_drift
 from experiments.launch import CONF
 from experiments.noise_config import register_noise
 
-GROUPS = sorted(p.relative_to(CONF) for p in Path(CONF).glob("*/*.yaml"))
+GROUPS = sorted(p.relative_to(CONF) for p in Path(CONF).glob("*/*.yaml") if p.parent.name != "accelerate")
 NEEDS = {  # what a group's file leaves to the user
     "task/jsonl": ["task.path=problems.jsonl"],
     "task/reasoning_gym": ["task.family=chain_sum"],

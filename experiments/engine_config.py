@@ -1,0 +1,27 @@
+"""Which trainer makes the updates of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineConfig:
+    """The options below `name` are those of engine=trl."""
+
+    name: str = "native"  # or trl: see docs/trl.md
+    gradient_checkpointing: bool = True
+    vllm: bool = False  # responses from TRL's colocated vLLM
+    vllm_memory: float = 0.3  # share of a GPU's memory
+    vllm_tensor_parallel: int = 1  # GPUs
+
+    def check(self) -> None:
+        if self.name not in ("native", "trl"):
+            raise ValueError(f"engine.name={self.name!r}: expected native or trl")
+        if self.name == "native" and self != EngineConfig():
+            raise ValueError(f"{self}: the native engine has no such options; they are those of engine=trl")
+        if not 0 < self.vllm_memory < 1 or self.vllm_tensor_parallel < 1:
+            raise ValueError(
+                f"engine.vllm_memory={self.vllm_memory} must be a share between 0 and 1, "
+                f"engine.vllm_tensor_parallel={self.vllm_tensor_parallel} at least 1"
+            )
