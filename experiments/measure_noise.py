@@ -29,6 +29,7 @@ from experiments.launch import (
     terminal_line,
 )
 from experiments.noise_config import noise_config, register_noise
+from moe_rl.laboratory.long_responses import InRounds
 from moe_rl.laboratory.noise_protocol import measure_noise, noise_phases
 from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
@@ -53,7 +54,8 @@ def main(cfg: DictConfig) -> None:
 def run(cfg: DictConfig, path: Path) -> None:
     """One measurement from config to DONE; what goes wrong after the config check leaves FAILED."""
     config = noise_config(cfg)
-    task, objective = build_task(cfg), build_objective(cfg)
+    task = InRounds(build_task(cfg), config.noise.rounds)
+    objective = build_objective(cfg)
     check_together(objective, config)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)

@@ -3,15 +3,15 @@
 Left to go on after its answer, a small model repeats itself, where no update changes anything and log-ratios
 vanish. So a long response is made of rounds: the environment poses the next problem, the policy answers it in
 as many tokens as the right answer has. Only the policy's own tokens are the response (as in multi-turn RL)
-and make its length, and every stretch of it is like a rollout of training. What earlier rounds do is up to
-the model's attention: with a sliding window of one problem and its answer, text stays at any length like that
-of training.
+and make its length. For rounds far on to be like the first, the cold start has several in one context
+(`InRounds`), and the model a sliding window: then what it sees is what it was trained on, at any length.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_rl.models import LanguageModel
-from moe_rl.tasks import Task
+from moe_rl.tasks import Problem, Task
 from moe_rl.tasks.encode import answer_ids, prompt_ids, said_ids
 from moe_rl.training.batch import RolloutBatch
 from moe_rl.training.prefix import cache_of
 
 CHUNK = 512  # tokens a forward: attention then needs heads x CHUNK x length numbers at most
+
+
+@dataclass(frozen=True)
+class InRounds:
+    """A task whose cold-start examples are `rounds` problems in one context; the others stay one by one."""
+
+    task: Task
+    rounds: int
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def warmup(self, index: int) -> Problem:
+        first, *later = (self.task.warmup(index * self.rounds + number) for number in range(self.rounds))
+        return replace(first, later=tuple(later))
 
 
 def posed_rounds(lm: LanguageModel, task: Task, responses: int, length: int) -> tuple[list[Tensor], int]:

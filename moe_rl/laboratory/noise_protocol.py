@@ -50,6 +50,7 @@ class NoiseOptions:
     updates: int = 1  # mini-batches trained on to get from π_old to π_θ; the others give the gradients
     lengths: list[int] = field(default_factory=lambda: [16, 64, 256, 1024, 4096, 10240])  # tokens
     responses: int = 16  # of the longest of these lengths, each of problem after problem
+    rounds: int = 4  # problems in one context of a cold-start example, so that long responses are not new
     sampler_dtype: str = "bfloat16"  # of the sampler that is compared with the trainer
     chunk: int = CHUNK  # tokens a forward of a long response
     resamples: int = RESAMPLES  # of the 95 % bootstrap intervals over responses
@@ -58,7 +59,8 @@ class NoiseOptions:
         """Raise `ValueError` for options that cannot be, alone or with those of training."""
         for name, value, least in (
             ("updates", self.updates, 0), ("responses", self.responses, 2), ("chunk", self.chunk, 1),
-            ("resamples", self.resamples, 1), ("lengths", min(self.lengths, default=0), 1),
+            ("rounds", self.rounds, 1), ("resamples", self.resamples, 1),
+            ("lengths", min(self.lengths, default=0), 1),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"noise.{name}={getattr(self, name)}: must be at least {least}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.laboratory.gradient_noise import minibatch_gradient
-from moe_rl.laboratory.long_responses import chunked_logp, posed_rounds, sample_long
+from moe_rl.laboratory.long_responses import InRounds, chunked_logp, posed_rounds, sample_long
 from moe_rl.laboratory.noise_protocol import ARMS, NoiseOptions, measure_noise, noise_phases
 from moe_rl.models import ModelConfig, load_model
 from moe_rl.objectives import get_objective
@@ -85,6 +85,15 @@ def test_long_responses_are_problem_after_problem_and_chunks_score_as_one_forwar
         torch.testing.assert_close(found_BT[:, 5:], whole_BT[:, 5:], atol=2e-5, rtol=0)
     drawn = batch.response_mask_BT > 0
     torch.testing.assert_close(batch.sampler_logp_BT[drawn], whole_BT[drawn], atol=2e-5, rtol=0)
+
+
+def test_the_cold_start_sees_several_problems_in_one_context():
+    task = InRounds(get_task("sort", min_length=4, max_length=4), 3)
+    plain = task.task
+    second = task.warmup(1)
+    assert [turn.prompt for turn in second.turns] == [plain.warmup(i).prompt for i in (3, 4, 5)]
+    assert [turn.answer for turn in second.turns] == [plain.warmup(i).answer for i in (3, 4, 5)]
+    assert task.train(7) == plain.train(7) and task.reward(plain.test(0), plain.test(0).answer) == 1.0
 
 
 def test_problems_of_several_lengths_are_refused(lm):
