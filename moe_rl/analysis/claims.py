@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
+from moe_rl.analysis.claims_open import length_growth, models, partial_rollout, recompute, turns
 from moe_rl.analysis.claims_warning import warning_statements
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (
@@ -246,6 +247,12 @@ SECTIONS: dict[str, tuple[Section, ...]] = {
     "fig2": (clip_ranges,),
     "search": (regimes, rates),
     "intervention": (intervention,),
+    "recompute": (recompute,),
+    "partial_rollout": (partial_rollout,),
+    "two_turn": (turns,),
+    "length_growth": (length_growth,),
+    "dense_control": (models,),
+    "moe_configurations": (models,),
 }
 
 

@@ -1,0 +1,119 @@
+"""Statements on what the paper left open, from made-up tables whose numbers can be worked out by hand."""
+
+import numpy as np
+import pytest
+
+from moe_rl.analysis.claims import statements
+from moe_rl.analysis.claims_open import cells_of, contrasts, growth
+from moe_rl.analysis.evidence import final_reward
+
+from .test_evidence import level, made, row
+
+SEEDS = range(8)
+
+
+def columns(run, **values):
+    """The run with further columns."""
+    for name, value in values.items():
+        run.table[name.replace("__", "/")] = value
+    return run
+
+
+def test_contrasts_hold_the_context_fixed():
+    runs = [
+        made("x", arm, seed, level(base + 0.1 * (ahead == 6) * (arm == "grpo")), rollout__ahead=ahead)
+        for arm, base in (("grpo", 0.4), ("gspo", 0.6))
+        for seed in range(3)
+        for ahead in (0, 6)
+    ]
+    found = {c.words: c for c in contrasts(runs, "rollout.ahead", 0, ("arm", "steps"), final_reward)}
+    assert set(found) == {"grpo", "gspo"}, "steps are the same for all and not named"
+    assert found["grpo"].difference.summary.mean == pytest.approx(0.1)
+    assert found["gspo"].difference.summary.mean == pytest.approx(0.0)
+    assert (found["grpo"].value, found["grpo"].base, len(found["grpo"].runs)) == (6, 0, 6)
+    assert contrasts(runs, "rollout.ahead", 3, ("arm",), final_reward) == []
+    assert {name: len(group) for name, group in cells_of(runs, ("arm",)).items()} == {"grpo": 6, "gspo": 6}
+
+
+def test_skipping_the_pass_by_arm():
+    runs = []
+    for seed in SEEDS:
+        for arm, lost in (("grpo", 0.2), ("gspo", 0.0)):
+            for redo in (True, False):
+                run = made("recompute", arm, seed, level(0.5 - lost * (not redo)), rollout__recompute=redo)
+                runs.append(columns(run, time__total=1.0 if redo else 0.8, time__old_policy=0.25 * redo))
+    lost = row(runs, "grpo: final reward, rollout.recompute=False − True: -0.2")
+    # 8 pairs of one sign: 2 of 256 sign patterns, times 2 comparisons
+    assert "p = 0.016" in lost.measured and "they differ" in lost.measured and lost.n == "8 pairs"
+    assert "not separated" in row(runs, "gspo: final reward").measured
+    saved = row(runs, "grpo: seconds a step, skipped − recomputed: -0.2 of 1")
+    assert "the pass takes 0.25" in saved.measured
+
+
+def test_partial_rollouts_show_what_they_are_made_of():
+    runs = []
+    for seed in SEEDS:
+        for ahead in (0, 6):
+            run = made(
+                "partial_rollout", "grpo", seed, level(0.5), rollout__ahead=ahead, rollout__recompute=True
+            )
+            if ahead:
+                run = columns(
+                    run, mismatch__kl_k3_older=0.02, mismatch__kl_k3_current=0.001, rollout__older_tokens=0.45
+                )
+            runs.append(run)
+    assert "rollout.ahead=6 − 0: +0" in row(runs, "final reward").measured
+    made_of = row(runs, "of tokens from older weights")
+    assert made_of.measured == (
+        "grpo: 0.450 of tokens from older weights; KL(μ‖π_old) per token 0.0200 nats on them, 0.00100 on the "
+        "others"
+    )
+
+
+def test_turns_by_objective_and_the_identity():
+    runs = []
+    for seed in SEEDS:
+        runs.append(made("two_turn", "gspo", seed, level(0.5), advantages_by="response"))
+        for by in ("response", "turn"):
+            runs.append(
+                made("two_turn", "gspo_token", seed, level(0.5 + 0.1 * (by == "turn")), advantages_by=by)
+            )
+    assert "+0.1" in row(runs, "advantages_by=turn − response").measured
+    assert "objective=gspo_token − gspo: +0" in row(runs, "objective=").measured
+
+
+def test_growth_of_lengths():
+    runs = []
+    for seed in SEEDS:
+        for arm, slope in (("grpo", 1.0), ("dr_grpo", 0.5)):
+            run = made("length_growth", arm, seed, level(0.5), advantages="paper")
+            steps = run.table["step"].to_numpy(float)
+            run.table["response/length"] = np.where(steps > 0, 10 + slope * steps, np.nan)
+            runs.append(columns(run, response__length_better=12.0, response__length_worse=15.0))
+    # of 20 steps two are 10 %: 10 + 1.5 slope against 10 + 19.5 slope
+    assert growth(runs[0]) == pytest.approx(18.0) and growth(runs[1]) == pytest.approx(9.0)
+    assert row(runs, "dr_grpo: +9 tokens").measured.endswith("mean reward have 12.0, those below 15.0")
+    assert "objective=dr_grpo − grpo: -9" in row(runs, "growth in tokens").measured
+
+
+def test_gspo_without_group_normalisation():
+    runs = [
+        made("length_growth", "gspo", seed, level(reward), advantages=advantages)
+        for seed in SEEDS
+        for advantages, reward in (("paper", 0.6), ("mean", 0.5), ("none", 0.2))
+    ]
+    assert "advantages=none − paper: -0.4" in row(runs, "gspo, final reward, advantages=none").measured
+    assert "advantages=mean − paper: -0.1" in row(runs, "gspo, final reward, advantages=mean").measured
+
+
+def test_models_are_compared_within_themselves():
+    runs = []
+    for seed in SEEDS:
+        for name, gain in (("tiny", 0.2), ("dense", 0.0)):
+            runs.append(made("dense_control", "grpo", seed, level(0.4), collapse=5, model__name=name))
+            runs.append(made("dense_control", "gspo", seed, level(0.4 + gain), model__name=name))
+    assert "+0.2" in row(runs, "model.name=tiny: final reward, arm=gspo − grpo").measured
+    assert "+0 (" in row(runs, "model.name=dense: final reward, arm=gspo − grpo").measured
+    lost = [s for s in statements(runs) if "collapsed" in s.measured and "drift" in s.claim]
+    assert len(lost) == 2 and all("8 of 8 collapsed" in s.measured for s in lost)
+    assert lost[0].measured.startswith("model.name=tiny: 1 % of experts changed by a first update")
