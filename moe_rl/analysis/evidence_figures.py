@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from moe_rl.analysis.claims_open import TOPOLOGY, contrasts
 from moe_rl.analysis.claims_warning import SUITE, warning_figure
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
@@ -222,12 +223,30 @@ def recovery(runs: Runs, everything: Runs) -> Figure | None:
     return _forest([outcome.words for outcome in found], rows, "share of collapsed runs that came back")
 
 
+def forest_of(key: str, base: object, context: Sequence[str]) -> Callable[[Runs], Figure | None]:
+    """A figure of the final reward at every other value of a setting less that at `base`, by context."""
+
+    def draw(runs: Runs) -> Figure | None:
+        found = contrasts(runs, key, base, context, final_reward)
+        names = [f"{contrast.words + ': ' if contrast.words else ''}{contrast.value}" for contrast in found]
+        rows = [contrast.difference.summary for contrast in found]
+        return _forest(names, rows, f"final reward less that at {key}={base}") if found else None
+
+    return draw
+
+
 FIGURES: dict[str, dict[str, Callable[[Runs], Figure | None]]] = {
     "fig1_longer": {"longer": lengthening},
     "fig1": {"convergence": convergence, "survival": survival, "efficiency": efficiency},
     "fig2": {"clip_grid": clip_grid},
     "search": {"regimes": regimes},
     "intervention": {"doses": doses},
+    "recompute": {"skipped": forest_of("rollout.recompute", True, ("arm", "rollout.sampler_dtype"))},
+    "partial_rollout": {"ahead": forest_of("rollout.ahead", 0, ("arm", "rollout.recompute"))},
+    "two_turn": {"turns": forest_of("advantages_by", "response", ("arm",))},
+    "length_growth": {"lengths": lengthening},
+    "dense_control": {"arms": forest_of("arm", "grpo", TOPOLOGY)},
+    "moe_configurations": {"arms": forest_of("arm", "grpo", TOPOLOGY)},
 }
 
 

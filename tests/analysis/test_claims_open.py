@@ -6,6 +6,7 @@ import pytest
 from moe_rl.analysis.claims import statements
 from moe_rl.analysis.claims_open import cells_of, contrasts, growth
 from moe_rl.analysis.evidence import final_reward
+from moe_rl.analysis.evidence_figures import draw_all
 
 from .test_evidence import level, made, row
 
@@ -114,6 +115,10 @@ def test_models_are_compared_within_themselves():
             runs.append(made("dense_control", "gspo", seed, level(0.4 + gain), model__name=name))
     assert "+0.2" in row(runs, "model.name=tiny: final reward, arm=gspo − grpo").measured
     assert "+0 (" in row(runs, "model.name=dense: final reward, arm=gspo − grpo").measured
+    figure = draw_all(runs)["dense_control_arms"]
+    assert figure.axes[0].get_xlabel() == "final reward less that at arm=grpo"
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["model.name=tiny: gspo (n = 8)", "model.name=dense: gspo (n = 8)"]
     lost = [s for s in statements(runs) if "collapsed" in s.measured and "drift" in s.claim]
     assert len(lost) == 2 and all("8 of 8 collapsed" in s.measured for s in lost)
     assert lost[0].measured.startswith("model.name=tiny: 1 % of experts changed by a first update")
