@@ -30,18 +30,11 @@ class HardwareConfig:
     gpu_memory_gb: float | None = None  # of one GPU; on a CPU, of the machine
     host_memory_gb: float | None = None  # of all nodes
     disk_gb: float | None = None  # free where `output` is
-    # GPUs that share the weights of a sampler beside the training (vLLM); null: the model in training samples
-    sampler_tensor_parallel: int | None = None
 
     def check(self) -> None:
         for name, value in vars(self).items():
             if value is not None and not value > 0:
                 raise ValueError(f"hardware.{name}={value}: must be above 0")
-        if self.sampler_tensor_parallel is not None and self.gpus % self.sampler_tensor_parallel:
-            raise ValueError(
-                f"hardware.sampler_tensor_parallel={self.sampler_tensor_parallel}: must divide "
-                f"hardware.gpus={self.gpus}"
-            )
 
 
 @dataclass

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from experiments.config import Config, build_objective, build_task, train_config
 from experiments.findings import Findings
+from experiments.trl_options import grpo_settings, require_honoured
 from experiments.weigh import weigh
 from moe_rl.models import LanguageModel, ModelConfig, ModelError, prepare
 from moe_rl.models.footprint import footprint, without_weights
@@ -66,19 +67,29 @@ def examine(cfg: DictConfig) -> Findings:
     for key in missing:
         findings.problem(f"{key}: not given")
         OmegaConf.update(cfg, key, "not given")
+    device, elsewhere = cfg.device, cfg.hardware.gpu_memory_gb is not None
+    if elsewhere:
+        cfg.device = "cpu"  # that of the machines planned for need not be here
     try:
         config = train_config(cfg)
+        config.device = device
         objective = build_objective(cfg)
     except ValueError as error:
         findings.problem(error)
         return findings
     with findings.collecting():
         check_together(objective, config)
+    if config.engine.name == "native" and config.hardware.gpus > 1:
+        findings.problem(
+            f"hardware.gpus={config.hardware.gpus}: the native engine is one process; engine=trl"
+        )
     task = None
     if not any(key.startswith("task.") for key in missing):
         with findings.collecting():
             task = build_task(cfg)
             check_turns(task, config)
+            if config.engine.name == "trl":
+                require_honoured(config, objective, task, config.hardware.gpus)
             require_gradable(task, config.rollout.grading_timeout)
     tokenizer, architecture = find_model(findings, config.model, task)
     model = lm = None
@@ -105,7 +116,9 @@ def examine(cfg: DictConfig) -> Findings:
         if config.model.source == "checkpoint" and Path(str(config.model.path)).is_dir():
             with findings.collecting():
                 check_weights(findings, Path(str(config.model.path)), sizes.parameters)
-        weigh(findings, sizes, config, prompt, 1 if task is None else len(task.train(0).turns))
+        turns = 1 if task is None else len(task.train(0).turns)
+        settings = grpo_settings(config, objective, config.output, 0, config.hardware.gpus)
+        weigh(findings, sizes, config, prompt, turns, not settings.get("vllm_enable_sleep_mode"))
     return findings
 
 

@@ -11,7 +11,13 @@ import torch
 from experiments.config import Config
 from experiments.findings import Findings, size
 from moe_rl.models.footprint import Footprint
-from moe_rl.models.memory import Layout, generation_memory, training_memory
+from moe_rl.models.memory import (
+    Layout,
+    resting_memory,
+    sampler_memory,
+    sampling_memory,
+    training_memory,
+)
 from moe_rl.routing.trace_size import TraceSize
 
 GB = 1e9
@@ -19,10 +25,11 @@ CHECKPOINTS = 3  # the two that are kept, and the one being written
 TRACES = 3  # where drift is measured: of π_old, of this update's policy and of the one before
 
 
-def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, turns: int) -> None:
+def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, turns: int, awake: bool) -> None:
     """Add memory, traces and disk of a run on a model of these sizes.
 
     prompt  tokens of the longest prompt, those of all turns together
+    awake   whether vLLM, where it samples, keeps its memory during updates
     """
     hardware, rollout = config.hardware, config.rollout
     responses, response = rollout.prompts * rollout.responses, turns * rollout.longest
@@ -37,29 +44,49 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, tur
     layout, memory = layout_of(config), gpu_memory(config)
     where = "of each GPU" if hardware.gpus > 1 else "of the process"
     findings.add("update", f"memory {where} at its peak, {micro} a forward")
-    findings.weigh(
-        "memory of an update", training_memory(sizes, layout, micro * length, micro * response), memory
-    )
-    # vLLM queues what its cache does not hold; the loop's own sampler decodes a micro-batch together
-    own = hardware.sampler_tensor_parallel is None
-    at_once = min(rollout.microbatch or responses, responses) if own else 1
-    parts = generation_memory(sizes, layout, at_once * length, hardware.sampler_tensor_parallel)
-    findings.add("sampling", f"memory {where}, {at_once} of full length at once")
-    findings.weigh("memory of sampling", parts, memory)
-    if "KV cache" not in parts:
-        findings.add("  KV cache", "not known for this kind of attention, not counted")
-    elif not own:
-        room = max(0, memory - sum(parts.values()) + parts["KV cache"]) / parts["KV cache"]
-        findings.add("  room for", f"{room:.0f} of full length at once in each copy of the sampler")
+    parts = training_memory(sizes, layout, micro * length, micro * response)
+    if config.engine.vllm and awake:
+        parts["vLLM"] = int(config.engine.vllm_memory * memory)
+    findings.weigh("memory of an update", parts, memory)
+    if config.engine.vllm:
+        weigh_vllm(findings, sizes, config, length)
+    else:
+        at_once = -(-min(rollout.microbatch or responses, responses) // hardware.gpus)
+        findings.add("sampling", f"memory {where}, {at_once} of full length at once")
+        findings.weigh("memory of sampling", sampling_memory(sizes, layout, at_once * length), memory)
+        if sizes.kv_per_token is None:
+            findings.add("  KV cache", "not known for this kind of attention, not counted")
     if hardware.gpus > 1:
-        findings.add("loading", "host memory, before the weights are sharded")
-        copies = {
-            f"{hardware.gpus} copies of the weights": hardware.gpus * state_bytes(config) * sizes.parameters
-        }
-        findings.weigh("loading", copies, host_memory(config))
+        weigh_loading(findings, config, state_bytes(config) * sizes.parameters)
     if sizes.trace is not None:
         weigh_traces(findings, sizes.trace, config, responses * length)
     weigh_disk(findings, sizes, config)
+
+
+def weigh_vllm(findings: Findings, sizes: Footprint, config: Config, length: int) -> None:
+    """vLLM's share of a GPU beside what training keeps there, and what of a sampler's is in that share."""
+    layout, engine = layout_of(config), config.engine
+    share = engine.vllm_memory * gpu_memory(config)
+    findings.add("sampling", f"memory of each GPU; vLLM takes {engine.vllm_memory:.0%} of it")
+    findings.weigh(
+        "memory of sampling", resting_memory(sizes, layout) | {"vLLM": int(share)}, gpu_memory(config)
+    )
+    one = sampler_memory(sizes, layout, length, engine.vllm_tensor_parallel)
+    findings.add("  vLLM", f"a response of full length in its cache, over {engine.vllm_tensor_parallel} GPUs")
+    findings.weigh("vLLM's share", one, share)
+    if "KV cache" in one:
+        room = max(0, share - one["weights"]) / one["KV cache"]
+        findings.add("  room for", f"{room:.0f} of full length at once in each copy of the sampler")
+
+
+def weigh_loading(findings: Findings, config: Config, weights: int) -> None:
+    """Every process loads all weights, on the host and then on its GPU, before FSDP2 shards them."""
+    gpus = config.hardware.gpus
+    findings.add("loading", "of all weights in every process, before they are sharded")
+    findings.weigh("GPU memory of loading", {"on each GPU": weights}, gpu_memory(config))
+    findings.weigh(
+        "host memory of loading", {f"{gpus} copies on the host": gpus * weights}, host_memory(config)
+    )
 
 
 def weigh_traces(findings: Findings, trace: TraceSize, config: Config, tokens: int) -> None:
@@ -89,14 +116,14 @@ def weigh_disk(findings: Findings, sizes: Footprint, config: Config) -> None:
 
 
 def layout_of(config: Config) -> Layout:
-    """One process holds everything; several are TRL's on accelerate: FSDP2, bfloat16, checkpointing."""
-    several = config.hardware.gpus > 1
+    """The native engine holds everything in one process; TRL's shards by FSDP2 and has a fused head."""
+    trl = config.engine.name == "trl"
     return Layout(
         gpus=config.hardware.gpus,
         state_bytes=state_bytes(config),
-        compute_bytes=2 if several or config.precision == "bfloat16" else state_bytes(config),
-        checkpointing=several,
-        fused_head=several,
+        compute_bytes=2 if config.precision == "bfloat16" else state_bytes(config),
+        checkpointing=trl and config.engine.gradient_checkpointing,
+        fused_head=trl,
     )
 
 

@@ -66,33 +66,38 @@ def training_memory(sizes: Footprint, layout: Layout, tokens: int, scored: int) 
     return {name: held for name, held in parts.items() if held}
 
 
-def generation_memory(
-    sizes: Footprint, layout: Layout, tokens: int, tensor_parallel: int | None
-) -> dict[str, int]:
-    """Bytes of one GPU while responses are sampled, by part; gradients are freed by then.
+def sampling_memory(sizes: Footprint, layout: Layout, tokens: int) -> dict[str, int]:
+    """Bytes of one GPU while the model in training samples, with so many tokens in its KV cache, by part.
 
-    tokens           in the KV cache at once
-    tensor_parallel  GPUs that share a copy of the sampler's weights, in compute_bytes and beside those in
-                     training (vLLM in the same processes); None: the weights in training sample themselves
-
-    KV cache  `Footprint.kv_per_token` numbers a token, of which tensor parallelism splits the heads; a latent
-              shared by all heads (multi-head latent attention) it does not split; left out where the
-              footprint has none
+    Gradients are freed by then; FSDP2 gathers the root and two decoder layers. The KV cache is left out where
+    the footprint does not know it.
     """
+    gathered = layout.compute_bytes * (sizes.root + 2 * sizes.block) if layout.gpus > 1 else 0
+    cache = layout.compute_bytes * (sizes.kv_per_token or 0) * tokens
+    parts = resting_memory(sizes, layout) | {"gathered layers": gathered, "KV cache": cache}
+    return {name: held for name, held in parts.items() if held}
+
+
+def resting_memory(sizes: Footprint, layout: Layout) -> dict[str, int]:
+    """Bytes of one GPU that stay between updates, by part: weights, moments and reference policy."""
     shard = layout.state_bytes * sizes.parameters // layout.gpus
-    gathered = copied = 0
-    if tensor_parallel is not None:
-        copied = layout.compute_bytes * sizes.parameters // tensor_parallel
-    elif layout.gpus > 1:
-        gathered = layout.compute_bytes * (sizes.root + 2 * sizes.block)
-    cached, heads = sizes.kv_per_token or 0, min(tensor_parallel or 1, sizes.kv_heads or 1)
+    parts = {"weights": shard, "AdamW moments": 2 * shard, "reference policy": shard * layout.reference}
+    return {name: held for name, held in parts.items() if held}
+
+
+def sampler_memory(sizes: Footprint, layout: Layout, tokens: int, tensor_parallel: int) -> dict[str, int]:
+    """Bytes of one GPU that a sampler with weights of its own needs (vLLM), by part, in compute_bytes.
+
+    tokens           in its KV cache at once
+    tensor_parallel  GPUs that share its weights, and its cache by heads; a latent that is shared by all heads
+                     (multi-head latent attention) each of them keeps
+    """
     parts = {
-        "weights": shard,
-        "AdamW moments": 2 * shard,
-        "reference policy": shard * layout.reference,
-        "gathered layers": gathered,
-        "sampler's weights": copied,
-        "KV cache": layout.compute_bytes * cached * tokens // heads,
+        "weights": layout.compute_bytes * sizes.parameters // tensor_parallel,
+        "KV cache": layout.compute_bytes
+        * (sizes.kv_per_token or 0)
+        * tokens
+        // min(tensor_parallel, sizes.kv_heads or 1),
     }
     return {name: held for name, held in parts.items() if held}
 

@@ -18,7 +18,7 @@ NEEDS = {  # what a group's file leaves to the user
     "model/checkpoint": ["model.path=checkpoint"],
     "model/upcycled": ["model.path=checkpoint"],
     "experiment/recovery": ["model.path=checkpoint"],
-    "experiment/qwen3_30b_a3b": ["task.path=problems.jsonl"],
+    "experiment/qwen3_30b_a3b": ["task.path=problems.jsonl", "device=cpu"],
 }
 OTHERS = {"experiment/noise": "measure_noise"}  # commands with options of their own
 

@@ -7,7 +7,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from experiments.benchmarks.topologies import TOPOLOGIES
 from moe_rl.models import ModelError
 from moe_rl.models.footprint import footprint, kv_cache
-from moe_rl.models.memory import Layout, generation_memory, layer_activations, training_memory
+from moe_rl.models.memory import (
+    Layout,
+    layer_activations,
+    resting_memory,
+    sampler_memory,
+    sampling_memory,
+    training_memory,
+)
 from moe_rl.models.published import PUBLISHED, published_config
 from moe_rl.routing import has_routers, record_routing
 from moe_rl.routing.trace_size import TraceSize
@@ -89,7 +96,7 @@ def test_windows_count_in_full_and_linear_attention_is_not_known():
     )  # fmt: skip
     sizes = footprint(linear)
     assert sizes.kv_per_token is None and sizes.trace == TraceSize(3, 4, 2)
-    assert "KV cache" not in generation_memory(sizes, Layout(), 10, None)
+    assert "KV cache" not in sampling_memory(sizes, Layout(), 10)
 
 
 def test_what_cannot_be_counted_is_refused():
@@ -165,13 +172,19 @@ def test_memory_under_fsdp2_by_hand():
     assert held["reference policy"] == P // 2
     assert held["activations"] == 2 * tokens * 48 * inside
     assert held["head"] == 2 * 4 * 151936 * 900
-    assert generation_memory(sizes, layout, tokens, tensor_parallel=8) == {
-        "weights": P // 2,
-        "AdamW moments": 2 * (P // 2),
-        "sampler's weights": 2 * P // 8,
+    assert resting_memory(sizes, with_reference) == {
+        "weights": P // 2, "AdamW moments": 2 * (P // 2), "reference policy": P // 2,
+    }  # fmt: skip
+    assert sampler_memory(sizes, layout, tokens, tensor_parallel=8) == {
+        "weights": 2 * P // 8,
         "KV cache": 2 * 49152 * tokens // 4,  # 4 heads over 8 GPUs
     }
-    alone = generation_memory(sizes, Layout(), tokens, tensor_parallel=None)
+    latent = footprint(published_config("deepseek-ai/DeepSeek-V3"))
+    held = sampler_memory(latent, layout, tokens, tensor_parallel=8)
+    assert held["KV cache"] == 2 * 61 * 576 * tokens  # every GPU keeps the latent
+    alone = sampling_memory(sizes, Layout(), tokens)
     assert alone == {"weights": 4 * P, "AdamW moments": 8 * P, "KV cache": 4 * 49152 * tokens}
+    sharded = sampling_memory(sizes, layout, tokens)
+    assert sharded["gathered layers"] == 2 * (sizes.root + 2 * sizes.block)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         Layout(gpus=0)
