@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from torch import Tensor, nn
@@ -135,8 +134,10 @@ def name_starting_point(scene: Scene, args: Any) -> None:
     scene.lm.model.config._name_or_path = scene.lm.model.name_or_path = str(folder)
 
 
-def prompts(scene: Scene) -> Dataset:
-    """The prompts of the steps to come, in the loop's order; `item` is the problem's index."""
+def prompts(scene: Scene) -> Any:
+    """The data set of the steps to come, in the loop's order; `item` is the problem's index."""
+    from datasets import Dataset  # comes with TRL
+
     config = scene.config
     items = [
         config.seed * PROMPTS_PER_SEED + first_prompt(config.rollout, step) + i

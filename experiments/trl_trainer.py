@@ -109,6 +109,9 @@ class StoredTrainer(RoutingReplayGRPOTrainer):
 
     # What the loop does otherwise than TRL.
 
+    def _send_telemetry(self) -> None:
+        """Nothing, to nobody."""
+
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return [prompt_ids(self.scene.lm.tokenizer, Problem(prompt, "")) for prompt in prompts], None, {}
 

@@ -13,6 +13,12 @@ from moe_rl.routing import RoutingTrace
 
 OLD, FORCED = "old_routing", "forced_routing"  # π_old's own choice; the sampler's, where that is replayed
 
+# What TRL's forward takes beside tokens, where prompts hold images.
+MULTIMODAL = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -68,3 +74,8 @@ def counted_rows(batch: Mapping[str, Any]) -> Tensor:
     rows_BT = torch.zeros(len(counted_BC), T, dtype=torch.bool, device=counted_BC.device)
     rows_BT[:, T - C - 1 : T - 1] = counted_BC.bool()
     return rows_BT
+
+
+def images(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `MULTIMODAL` a batch has."""
+    return {name: batch[name] for name in MULTIMODAL if batch.get(name) is not None}

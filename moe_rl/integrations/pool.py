@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_rl.integrations.carried import counted_rows
 from moe_rl.objectives import Objective
 from moe_rl.objectives.base import never
 from moe_rl.objectives.batch import prepare_batch
 from moe_rl.objectives.metrics import policy_metrics
-from moe_rl.routing import ExpertChange
+from moe_rl.routing import ExpertChange, RoutingTrace, expert_change
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,13 @@ def combined(change: ExpertChange, accelerator: Any) -> ExpertChange:
     )
 
 
-def no_change(layer_ids: tuple[int, ...], top_k: int) -> ExpertChange:
-    """The change of no tokens, of a micro-batch in which none counts."""
-    zeros = torch.zeros(len(layer_ids), dtype=torch.int64)
-    return ExpertChange(layer_ids, top_k, zeros, zeros, 0, 0)
+def change(old: RoutingTrace, new: RoutingTrace, batch: Mapping[str, Any]) -> ExpertChange:
+    """The expert change on the rows that score the batch's counted tokens; of no tokens where none counts."""
+    rows_BT = counted_rows(batch).cpu() & old.valid.cpu() & new.valid.cpu()
+    if not bool(rows_BT.any()):
+        zeros = torch.zeros(len(old.layer_ids), dtype=torch.int64)
+        return ExpertChange(old.layer_ids, old.top_k, zeros, zeros, 0, 0)
+    return expert_change(old.where(rows_BT), new.to("cpu"))
 
 
 def change_metrics(changes: dict[str, ExpertChange]) -> dict[str, float]:

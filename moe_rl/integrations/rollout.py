@@ -50,6 +50,8 @@ class RolloutRouting:
         sampler's experts lead to: the same conditions as in the forward of the loss, where it is compared.
         """
         if self.replay == "rollout":
+            if options.get("pixel_values") is not None:
+                raise RoutingError("replay='rollout' of prompts with images is not supported")
             self.forced = self._require_sampled()(mask_BT, columns)
             logps, chosen = [], []
             for start in range(0, len(ids_BT), batch_size):  # a replay holds for one batch of rows

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from moe_rl.integrations.carried import (
     FORCED,
     OLD,
     Layout,
-    counted_rows,
     counted_tokens,
+    images,
     sequences,
     take_trace,
 )
 from moe_rl.integrations.losses import keyword_tensors, objective_of, require_supported
-from moe_rl.integrations.pool import LossPass, MetricPool, change_metrics, no_change
+from moe_rl.integrations.pool import LossPass, MetricPool, change, change_metrics
 from moe_rl.integrations.rollout import RolloutRouting
 from moe_rl.integrations.sampled import (
     from_engine,
@@ -45,8 +45,6 @@ from moe_rl.objectives import NORMALISATIONS, Objective, group_advantages
 from moe_rl.routing import (
     ExpertChange,
     RoutingError,
-    RoutingTrace,
-    expert_change,
     find_routers,
     record_routing,
     replay_routing,
@@ -67,11 +65,6 @@ __all__ = ["GRPOConfig", "RoutingReplayGRPOTrainer", "trl"]
 
 logger = logging.getLogger(__name__)
 SOURCES = (None, "old_policy", "rollout")
-# What TRL's forward takes beside tokens, where prompts hold images.
-MULTIMODAL = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 
 
 class RoutingReplayGRPOTrainer(GRPOTrainer):
@@ -127,10 +120,6 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
         self._leave_out_unasked_aux_loss()
         if replay == "rollout":
             self._prepare_rollout_source()
-        if self.is_fsdp_enabled:
-            # generate() keeps the processes in step under FSDP1 and transformers' own FSDP2. Of accelerate's
-            # FSDP2 it does not know, and a process with longer responses would wait for the others for ever.
-            self.accelerator.unwrap_model(self.model)._is_fsdp_managed_module = True
 
     def _leave_out_unasked_aux_loss(self) -> None:
         if self.args.router_aux_loss_coef is None and self.aux_loss_enabled:
@@ -224,7 +213,7 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
                     *sequences(batch),
                     batch["completion_ids"].shape[1],
                     self.args.per_device_train_batch_size,
-                    **_images(batch),
+                    **images(batch),
                 )
         elif batch.get("old_per_token_logps") is not rollout.logp:
             raise RoutingError(
@@ -267,13 +256,13 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
             if self.replay is None:
                 recorder = self._until_backward.enter_context(record_routing(model))
                 loss = loss_of(model, inputs)
-                changes["drift/old"] = _change(old, recorder.trace(), inputs)
+                changes["drift/old"] = change(old, recorder.trace(), inputs)
             else:
                 forced = old if self.replay == "old_policy" else take_trace(inputs, FORCED, self._layout)
                 replay = self._until_backward.enter_context(replay_routing(model, forced))
                 loss = loss_of(model, inputs)
-                changes["drift/old"] = _change(old, replay.native, inputs)
-                changes["replay/overridden"] = _change(forced, replay.native, inputs)
+                changes["drift/old"] = change(old, replay.native, inputs)
+                changes["replay/overridden"] = change(forced, replay.native, inputs)
         self.observe(LossPass(self._rows(inputs), changes))
         return loss
 
@@ -288,7 +277,7 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            **_images(inputs),
+            **images(inputs),
         )
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
         loss, _ = self.objective(
@@ -346,15 +335,3 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
             for name, value in (metrics | change_metrics(changes)).items():
                 self._metrics["train"][name].append(value)
         super().log(logs, start_time)
-
-
-def _images(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in MULTIMODAL if batch.get(name) is not None}
-
-
-def _change(old: RoutingTrace, new: RoutingTrace, batch: Mapping[str, Any]) -> ExpertChange:
-    """The expert change on the rows that score the batch's counted tokens."""
-    rows_BT = counted_rows(batch).cpu() & old.valid.cpu() & new.valid.cpu()
-    if not bool(rows_BT.any()):
-        return no_change(old.layer_ids, old.top_k)
-    return expert_change(old.where(rows_BT), new.to("cpu"))

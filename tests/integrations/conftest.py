@@ -14,6 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # for trainers.py, which tests s
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch):
+    """TRL's trainers report to their maintainers, but for CI."""
+    monkeypatch.setenv("CI", "1")
+
+
 @pytest.fixture(scope="session")
 def scene():
     """Model weights, tokenizer and prompts; `fresh()` is the same model again."""

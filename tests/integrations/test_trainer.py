@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from moe_rl.models import ModelConfig, load_model
 from moe_rl.objectives import get_objective
 from moe_rl.routing import RoutingError, record_routing
 
-OFF_POLICY = {"rollout_func": fixed_rollout, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
+OFF_POLICY = {"rollout_func": fixed_rollout, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 3}
 COMPARED = ("loss", "grad_norm", "drift/old", "clip_frac/token", "ratio/token_log_sq", "kl/k1")
 
 
@@ -60,18 +62,17 @@ def test_without_replay_the_numbers_are_trls(trainer):
     assert drift[0] == 0 and min(drift[1:]) > 0
 
 
-@pytest.mark.parametrize("options", [
-    {"gradient_checkpointing": True},  # TRL's default
-    {"gradient_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    {"rows": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "gradient_checkpointing": True},
-])  # fmt: skip
-def test_replay_is_the_same_under_checkpointing_and_accumulation(trainer, options):
-    expected = trained(trainer(replay="old_policy", gradient_checkpointing=False, **OFF_POLICY))
-    found = trained(trainer(replay="old_policy", **OFF_POLICY | options))
-    for name in COMPARED:
-        assert column(found, name) == pytest.approx(column(expected, name), rel=1e-4, abs=1e-6), name
-    native = trained(trainer(gradient_checkpointing=False, **OFF_POLICY))
+def test_replay_is_the_same_under_checkpointing_and_accumulation(trainer):
+    plain = {"gradient_checkpointing": False}
+    expected = trained(trainer(replay="old_policy", **plain, **OFF_POLICY))
+    native = trained(trainer(**plain, **OFF_POLICY))
     assert abs(native[1]["loss"] - expected[1]["loss"]) > 1e-3  # the replay was there
+    accumulated = {"rows": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    reentrant = {"activation_checkpointing_kwargs": {"use_reentrant": True}}
+    for options in ({}, reentrant, accumulated):  # {}: TRL's default, checkpointing that is not reentrant
+        found = trained(trainer(replay="old_policy", **OFF_POLICY | options))
+        for name in COMPARED:
+            assert column(found, name) == pytest.approx(column(expected, name), rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
@@ -192,18 +193,18 @@ def test_the_reference_pass_is_native(trainer, scene, replay, on_policy):
 
 
 def test_aux_loss_only_when_asked(trainer, scene, caplog):
-    model = scene.fresh()
+    one, model = OFF_POLICY | {"max_steps": 1}, scene.fresh()
     model.config.router_aux_loss_coef = 0.5
     with caplog.at_level(logging.WARNING, "moe_rl.integrations.trl"):
-        off = trained(trainer(copy.deepcopy(model), **OFF_POLICY))
+        off = trained(trainer(copy.deepcopy(model), **one))
     assert "router_aux_loss_coef=0.5" in caplog.text
     assert "aux_loss" not in off[0]
-    clean = trained(trainer(cls=GRPOTrainer, router_aux_loss_coef=0.0, **OFF_POLICY))
+    clean = trained(trainer(cls=GRPOTrainer, router_aux_loss_coef=0.0, **one))
     assert column(off, "loss") == column(clean, "loss")
-    on = trained(trainer(copy.deepcopy(model), router_aux_loss_coef=0.5, **OFF_POLICY))
+    on = trained(trainer(copy.deepcopy(model), router_aux_loss_coef=0.5, **one))
     assert on[0]["loss"] == pytest.approx(off[0]["loss"] + 0.5 * on[0]["aux_loss"], rel=1e-4)
     ours = {"objective": get_objective("grpo"), "router_aux_loss_coef": 0.5}
-    again = trained(trainer(copy.deepcopy(model), **ours, **OFF_POLICY))
+    again = trained(trainer(copy.deepcopy(model), **ours, **one))
     assert again[0]["loss"] == pytest.approx(on[0]["loss"], rel=1e-4)
 
 
@@ -241,3 +242,19 @@ def test_a_dense_model_is_refused(trainer, scene):
     config = ModelConfig(name="dense", architecture="qwen3", config=fields)
     with pytest.raises(RoutingError):
         trainer(load_model(config, scene.task.default_tokenizer).model, replay="old_policy")
+
+
+def test_the_ten_lines_of_the_docs(scene, tmp_path, monkeypatch):
+    scene.lm.save(tmp_path / "model")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(code.splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    here = (
+        "max_steps=4, learning_rate=3e-3, max_completion_length=6, use_cpu=True, bf16=False, report_to=[], "
+    )
+    here += "logging_steps=1, save_strategy='no'"
+    exec(code.replace("DIR", str(tmp_path / "model")).replace("max_steps=8", here), names)
+    entries = history(names["trainer"])
+    assert len(entries) == 4 and max(entry["replay/overridden"] for entry in entries) > 0
