@@ -49,7 +49,7 @@ class NoiseOptions:
 
     updates: int = 1  # mini-batches trained on to get from π_old to π_θ; the others give the gradients
     lengths: list[int] = field(default_factory=lambda: [16, 64, 256, 1024, 4096, 10240])  # tokens
-    responses: int = 16  # of the longest of these lengths, each of problem after problem
+    responses: int = 32  # of the longest of these lengths, each of problem after problem
     rounds: int = 4  # problems in one context of a cold-start example, so that long responses are not new
     sampler_dtype: str = "bfloat16"  # of the sampler that is compared with the trainer
     chunk: int = CHUNK  # tokens a forward of a long response

@@ -45,6 +45,7 @@ def rows(seed: int) -> list[dict[str, Any]]:
             for kind, power in (("sequence", -1), ("product", 1)):
                 add("length", subject, f"{kind}/variance", 2 * size * sigma_sq * n**power, n)
                 add("length", subject, f"{kind}/independent", size * sigma_sq * n**power, n)
+            add("length", subject, "sequence/mean", -0.002 * size, n)
             add("length", subject, "product/outside", 0.5, n)
             add("length", subject, "product/not_float32", 0.0, n)
             add("length", subject, "grpo/token_outside", 0.001, n)
@@ -128,6 +129,7 @@ def test_statements() -> None:
     assert (
         "n^-1.00 and n^1.00" in update.measured and "50 % of products leave GRPO's range" in update.measured
     )
+    assert "mean log s -0.002, which no length averages out" in update.measured
     assert update.interval.startswith("95 %: 2.") and update.n == "6 seeds of 16 responses of 4096 tokens"
     assert "log π_old/μ at 4096 tokens: variance 6.1e-07 nats² with" in sampler.measured
     assert (
