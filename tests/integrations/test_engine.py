@@ -176,7 +176,16 @@ def test_one_optimiser_step_of_trl_is_one_update():
 
 
 def test_the_reference_policy_is_the_starting_point(tmp_path, train):
-    run: Run = train(tmp_path, "engine=trl", "objective.kl_coef=0.1", "steps=1")
+    run: Run = train(tmp_path, "engine=trl", "arm=grpo", "objective.kl_coef=0.1", "steps=1", "drift_every=0")
     first, second = run.updates()["kl/reference_k3"]
     assert first == pytest.approx(0, abs=1e-6) and second > 1e-6
     assert "kl/reference_k3" in run.steps() and (run.path / "start" / "model.safetensors").exists()
+    assert not any(name.startswith(("drift/", "load/")) for name in run.steps())
+
+
+def test_an_update_that_is_not_finite_ends_the_run(tmp_path, train):
+    with pytest.raises(SystemExit):
+        train(tmp_path, "engine=trl", "optim.lr=1e30", "optim.warmup_updates=0")
+    run = only_run(tmp_path)
+    assert run.failure.startswith("collapsed: step 1, update 2: gradient norm nan")
+    assert [event["event"] for event in run.events()][-1] == "collapsed"

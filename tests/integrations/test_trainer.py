@@ -75,6 +75,13 @@ def test_replay_is_the_same_under_checkpointing_and_accumulation(trainer):
             assert column(found, name) == pytest.approx(column(expected, name), rel=1e-4, abs=1e-6), name
 
 
+def test_nothing_is_recorded_unasked(trainer):
+    built = trainer(cls=Watched, drift=False, **OFF_POLICY | {"max_steps": 1})
+    (entry,) = trained(built)
+    assert not any(name.startswith(("drift/", "replay/")) for name in entry)
+    assert "clip_frac/token" in entry and f"{OLD}_experts" not in built.rollouts[0][0]
+
+
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 def test_objectives_add_up_over_micro_batches(trainer, name):
     """Token means and response means of an optimiser step, whole and in two micro-batches."""
