@@ -73,25 +73,31 @@ SIGNALS: dict[str, Signal] = {
 }
 
 
+def logged(steps: pd.DataFrame, signal: Signal) -> tuple[np.ndarray, np.ndarray]:
+    """Steps at which the signal was logged, and its values there; both empty where it never was."""
+    if not set(signal.columns) <= set(steps):
+        return np.empty(0, dtype=int), np.empty(0)
+    values = signal.read(steps).to_numpy(dtype=float)
+    there = ~np.isnan(values)
+    return steps["step"].to_numpy(dtype=int)[there], values[there]
+
+
 def excess(steps: pd.DataFrame, signal: Signal) -> pd.Series:
     """The excess by step, for logged steps after the baseline; empty with fewer than two baseline values.
 
     A baseline that is 0 throughout has no scale: whatever exceeds it is infinite, what equals it 0.
     """
-    nothing = pd.Series(dtype=float)
-    if not set(signal.columns) <= set(steps):
-        return nothing
-    values = signal.read(steps.set_index("step")).dropna()
-    base = values.loc[BASELINE[0] : BASELINE[1]]
+    at, values = logged(steps, signal)
+    base = values[(at >= BASELINE[0]) & (at <= BASELINE[1])]
     if len(base) < 2:
-        return nothing
-    scale = max(float(base.std(ddof=0)), LEAST_SCALE * abs(float(base.mean())))
-    every = values.reindex(range(int(values.index[0]), int(values.index[-1]) + 1))
-    trailing = every.rolling(TRAILING, min_periods=1).mean()
-    # rolling() cannot hold infinities: they are alarms of their own step
-    risen = trailing.where(~np.isinf(every), every).loc[values.index].loc[BASELINE[1] + 1 :] - base.mean()
+        return pd.Series(dtype=float)
+    scale = max(float(base.std()), LEAST_SCALE * abs(float(base.mean())))
+    since = np.searchsorted(at, at - TRAILING, side="right")  # the first value of each trailing mean
+    after = np.flatnonzero(at > BASELINE[1])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return (risen / scale).fillna(0.0)
+        risen = np.array([values[since[i] : i + 1].mean() for i in after]) - base.mean()
+        found = risen / scale
+    return pd.Series(np.where(np.isnan(found), 0.0, found), index=at[after])
 
 
 def decline(run: CompactRun) -> int | None:
@@ -189,8 +195,11 @@ def early_warning(name: str, runs: Sequence[CompactRun], rate: float = FALSE_ALA
     """Judge a signal on runs (`watchable`): every fold by the threshold of the other seeds."""
     watched = [Watched(run, excess(run.steps, SIGNALS[name]), decline(run)) for run in runs]
     # a run that ended before any excess is no evidence of calm, but if it collapsed it went unwarned
-    logged = [w for w in watched if _logged(w.run, SIGNALS[name])]
-    watched = [w for w in logged if len(w.excess) or w.decline is not None]
+    watched = [
+        w
+        for w in watched
+        if len(w.excess) or (w.decline is not None and len(logged(w.run.steps, SIGNALS[name])[0]))
+    ]
     alarms: list[tuple[Watched, int | None]] = []
     before: list[bool] = []
     unjudged = 0
@@ -219,18 +228,13 @@ def early_warning(name: str, runs: Sequence[CompactRun], rate: float = FALSE_ALA
     )
 
 
-def _logged(run: CompactRun, signal: Signal) -> bool:
-    columns = list(signal.columns)
-    return set(columns) <= set(run.steps) and bool(run.steps[columns].notna().all(axis=1).any())
-
-
 def all_signals(runs: Iterable[CompactRun]) -> list[EarlyWarning]:
     """Every signal that the runs logged."""
     kept = watchable(runs)
     return [
         early_warning(name, kept)
         for name, signal in SIGNALS.items()
-        if any(_logged(run, signal) for run in kept)
+        if any(len(logged(run.steps, signal)[0]) for run in kept)
     ]
 
 
