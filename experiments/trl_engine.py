@@ -123,8 +123,13 @@ def train_scene(scene: Scene) -> None:
 
 
 def name_starting_point(scene: Scene, args: Any) -> None:
-    """Save the model where TRL reads it again by its name: as the reference policy, and for vLLM."""
-    if not (args.beta or args.use_vllm):
+    """Save the model where TRL reads it again by its name: as the reference policy, and for vLLM.
+
+    A checkpoint is there already; vLLM gets the weights of a cold start before it first samples.
+    """
+    config = scene.config
+    built = config.model.source != "checkpoint"
+    if not ((args.beta and (built or config.cold_start.enabled)) or (args.use_vllm and built)):
         return
     folder = scene.store.path / "start"
     with args.main_process_first(local=False, desc="saving the starting model"):

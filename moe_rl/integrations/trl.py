@@ -75,7 +75,8 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
                 onto the sampler's experts. None: native routing.
     objective   one of `moe_rl.objectives` instead of `args.loss_type`, with clipping and KL of its own
     advantages  a convention of `group_advantages` instead of `args.scale_rewards`
-    drift       measure how far the current policy's own routing is from π_old's, in the forward of the loss
+    drift       without replay: measure how far the policy's routing is from π_old's all the same, in the
+                forward of the loss; False records nothing
 
     Beside TRL's metrics it logs clip_frac/…, ratio/…, kl/… (the glossary is in docs/objectives.md), drift/old
     and, with replay, replay/overridden: over all rows of all micro-batches and processes since the last log.
@@ -299,10 +300,10 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
         if self.objective is None or not self.model.training:
             return inputs
-        return inputs | {"tokens_of_step": self._tokens_of_step(inputs)}
+        return inputs | {"tokens_of_step": self._tokens_of_step()}
 
-    def _tokens_of_step(self, inputs: dict[str, Any]) -> float:
-        """Counted tokens of the optimiser step that `inputs` is a micro-batch of, as a mean over processes.
+    def _tokens_of_step(self) -> float:
+        """Counted tokens of the optimiser step that is being accumulated, as a mean over processes.
 
         Gradients are averaged over processes, so that the losses of all add up to the loss of all tokens.
         Where a step spans several rollouts the later ones are not there yet: then the rollout's mean.
