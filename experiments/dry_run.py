@@ -37,6 +37,7 @@ from moe_rl.training.border import (
     require_room,
     some_problems,
 )
+from moe_rl.training.learner import needed_tensors
 
 
 class DryRun(Callback):
@@ -118,7 +119,9 @@ def examine(cfg: DictConfig) -> Findings:
                 check_weights(findings, Path(str(config.model.path)), sizes.parameters)
         turns = 1 if task is None else len(task.train(0).turns)
         settings = grpo_settings(config, objective, config.output, 0, config.hardware.gpus)
-        weigh(findings, sizes, config, prompt, turns, not settings.get("vllm_enable_sleep_mode"))
+        awake = not settings.get("vllm_enable_sleep_mode")
+        reference = "ref_logp_BT" in needed_tensors(objective)
+        weigh(findings, sizes, config, prompt, turns, awake=awake, reference=reference)
     return findings
 
 

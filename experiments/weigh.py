@@ -25,11 +25,21 @@ CHECKPOINTS = 3  # the two that are kept, and the one being written
 TRACES = 3  # where drift is measured: of π_old, of this update's policy and of the one before
 
 
-def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, turns: int, awake: bool) -> None:
+def weigh(
+    findings: Findings,
+    sizes: Footprint,
+    config: Config,
+    prompt: int,
+    turns: int,
+    *,
+    awake: bool,
+    reference: bool,
+) -> None:
     """Add memory, traces and disk of a run on a model of these sizes.
 
-    prompt  tokens of the longest prompt, those of all turns together
-    awake   whether vLLM, where it samples, keeps its memory during updates
+    prompt     tokens of the longest prompt, those of all turns together
+    awake      whether vLLM, where it samples, keeps its memory during updates
+    reference  whether a reference policy is held
     """
     hardware, rollout = config.hardware, config.rollout
     responses, response = rollout.prompts * rollout.responses, turns * rollout.longest
@@ -41,7 +51,7 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, tur
         f"{rollout.prompts} prompts x {rollout.responses} responses of {prompt:,} + {response:,} "
         f"tokens at most; {config.optim.minibatches * config.optim.epochs} updates",
     )
-    layout, memory = layout_of(config), gpu_memory(config)
+    layout, memory = layout_of(config, reference), gpu_memory(config)
     where = "of each GPU" if hardware.gpus > 1 else "of the process"
     findings.add("update", f"memory {where} at its peak, {micro} a forward")
     parts = training_memory(sizes, layout, micro * length, micro * response)
@@ -49,7 +59,7 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, tur
         parts["vLLM"] = int(config.engine.vllm_memory * memory)
     findings.weigh("memory of an update", parts, memory)
     if config.engine.vllm:
-        weigh_vllm(findings, sizes, config, length)
+        weigh_vllm(findings, sizes, config, layout, length)
     else:
         at_once = -(-min(rollout.microbatch or responses, responses) // hardware.gpus)
         findings.add("sampling", f"memory {where}, {at_once} of full length at once")
@@ -63,9 +73,9 @@ def weigh(findings: Findings, sizes: Footprint, config: Config, prompt: int, tur
     weigh_disk(findings, sizes, config)
 
 
-def weigh_vllm(findings: Findings, sizes: Footprint, config: Config, length: int) -> None:
+def weigh_vllm(findings: Findings, sizes: Footprint, config: Config, layout: Layout, length: int) -> None:
     """vLLM's share of a GPU beside what training keeps there, and what of a sampler's is in that share."""
-    layout, engine = layout_of(config), config.engine
+    engine = config.engine
     share = engine.vllm_memory * gpu_memory(config)
     findings.add("sampling", f"memory of each GPU; vLLM takes {engine.vllm_memory:.0%} of it")
     findings.weigh(
@@ -115,13 +125,14 @@ def weigh_disk(findings: Findings, sizes: Footprint, config: Config) -> None:
     findings.weigh("disk", parts, free_disk(Path(config.output)) if disk is None else disk * GB)
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config, reference: bool) -> Layout:
     """The native engine holds everything in one process; TRL's shards by FSDP2 and has a fused head."""
     trl = config.engine.name == "trl"
     return Layout(
         gpus=config.hardware.gpus,
         state_bytes=state_bytes(config),
         compute_bytes=2 if config.precision == "bfloat16" else state_bytes(config),
+        reference=reference,
         checkpointing=trl and config.engine.gradient_checkpointing,
         fused_head=trl,
     )

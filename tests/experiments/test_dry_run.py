@@ -90,6 +90,12 @@ def test_vllm_keeps_its_memory_in_updates_unless_it_sleeps(monkeypatch):
     assert problems() == []
 
 
+def test_a_kl_term_holds_a_reference_policy():
+    rows = dict(examined(*PAPER, "objective.kl_coef=0.1").rows)
+    assert rows["  reference policy"] == rows["  weights"] == "15.3 GB"
+    assert "  reference policy" not in dict(examined(*PAPER).rows)
+
+
 def test_contradictions_and_other_models_are_problems_too():
     assert examined("optim.minibatches=5").problems[0].startswith("rollout.prompts=32 is not a multiple of")
     (reason,) = examined("model=dense", "replay=old_policy").problems
