@@ -34,6 +34,7 @@ def _same_line(found: str, wanted: str) -> bool:
 
 def _numbers(line: str) -> list[Decimal] | None:
     try:
-        return [Decimal(word) for word in line.split()]
+        numbers = [Decimal(word) for word in line.split()]
     except InvalidOperation:
         return None
+    return None if any(number.is_snan() for number in numbers) else numbers  # to compare one raises

@@ -177,6 +177,7 @@ def test_the_last_closed_block_is_the_code(response, code):
         ("a  b", "a b", False),
         ("", "0", False),
         ("NaN", "nan", False),
+        ("sNaN", "5", False),  # whose comparison raises
     ],
 )
 def test_outputs(printed, expected, same):
