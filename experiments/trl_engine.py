@@ -55,10 +55,27 @@ def check(config: Config, objective: Objective, task: Task) -> None:
     """Raise `ValueError` for what TRL cannot honour."""
     _, processes = process()
     require_honoured(config, objective, task, processes)
+    require_whole_parameters()
     if processes > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m sweeps runs of one process each: accelerate launch takes one run at a time")
     if config.device.startswith("cuda"):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def require_whole_parameters() -> None:
+    """Raise `ValueError` where accelerate shards weights in a way that checkpoints here cannot gather.
+
+    DeepSpeed's ZeRO and the first FSDP leave parameters empty or flattened, and would be saved as that.
+    """
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    first_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2"
+    if deepspeed or first_fsdp:
+        given = "DeepSpeed" if deepspeed else "FSDP of version 1"
+        raise ValueError(
+            f"engine=trl under {given}: run directories hold whole tensors, which can be gathered from one "
+            "process, DDP or FSDP2 (conf/accelerate/fsdp2.yaml) alone; with DeepSpeed use "
+            "RoutingReplayGRPOTrainer in a script of your own, whose checkpoints are TRL's"
+        )
 
 
 def open_store(path: Path, config: dict[str, Any], environment: dict[str, Any]) -> RunStore:

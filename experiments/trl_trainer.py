@@ -102,6 +102,7 @@ class StoredTrainer(RoutingReplayGRPOTrainer):
         self.of_step = MetricPool(scene.objective)
         self.updates: list[Logged] = []
         self.started = time.perf_counter()
+        self.old_routing: list[RoutingTrace] = []
         self.last_routing: list[RoutingTrace] = []
         super().__init__(objective=scene.objective, **options)
         self.remove_callback(PrinterCallback)
@@ -117,9 +118,13 @@ class StoredTrainer(RoutingReplayGRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # A stream for each rollout, so that a resumed run draws and shuffles as an uninterrupted one.
-        rollout = self._step // (self.args.steps_per_generation * self.num_iterations) + self.scene.done
-        with random_stream(self.scene.config.seed, "trl", rollout, self.accelerator.process_index):
-            return super()._prepare_inputs(generation_batch)
+        rollout, place = divmod(self._step, self.args.steps_per_generation * self.num_iterations)
+        stream = ("trl", self.scene.done + rollout, self.accelerator.process_index)
+        with random_stream(self.scene.config.seed, *stream):
+            inputs = super()._prepare_inputs(generation_batch)
+        if place == 0 and self._records:
+            self.old_routing = self._old_routing()
+        return inputs
 
     def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
         rewards_BF: Tensor = super()._calculate_rewards(*arguments, **options)
@@ -189,23 +194,34 @@ class StoredTrainer(RoutingReplayGRPOTrainer):
         self.started = time.perf_counter()
 
     def _old_routing(self) -> list[RoutingTrace]:
-        """π_old's own routing on the rows that score response tokens, by micro-batch."""
+        """π_old's own routing on the rows that score response tokens, by micro-batch, before the updates.
+
+        Under rollout replay it takes a pass of its own, as in the loop: what travels with the batch are the
+        choices on the hidden states that the sampler's experts lead to.
+        """
+        if self.replay == "rollout":
+            return self._native_routing()
         return [
             take_trace(part, OLD, self._layout).where(counted_rows(part).cpu())
             for part in self._buffered_inputs
         ]
 
     @torch.no_grad()
-    def _measure_drift(self, update: Logged, first: bool) -> None:
-        """The policy's native routing on the whole rollout batch, against π_old's and the update before's."""
-        old, new = self._old_routing(), []
+    def _native_routing(self) -> list[RoutingTrace]:
+        """The same of the policy as it is now, by a forward."""
+        found = []
         for part in self._buffered_inputs:
             ids_BT, mask_BT = sequences(part)
             with record_routing(self.model) as recorder:
                 self._get_per_token_logps_and_entropies(
                     self.model, ids_BT, mask_BT, part["completion_ids"].shape[1]
                 )
-            new.append(recorder.trace().to("cpu").where(counted_rows(part).cpu()))
+            found.append(recorder.trace().to("cpu").where(counted_rows(part).cpu()))
+        return found
+
+    def _measure_drift(self, update: Logged, first: bool) -> None:
+        """The policy's native routing on the whole rollout batch, against π_old's and the update before's."""
+        old, new = self.old_routing, self._native_routing()
         last = old if first else self.last_routing
         update.since_old, update.since_last = (self._change(before, new) for before in (old, last))
         self.last_routing = new
@@ -242,7 +258,7 @@ class StoredTrainer(RoutingReplayGRPOTrainer):
             record |= drift_metrics("drift/old", updates[-1].since_old)
             record |= drift_metrics("drift/step", ExpertChange.combine(since_last))
         if self._records:
-            load_LE = sum(expert_load(trace) for trace in self._old_routing())
+            load_LE = sum(expert_load(trace) for trace in self.old_routing)
             record["load/max_violation"] = max_violation(self._summed(load_LE))
         return record | {"time/total": time.perf_counter() - self.started}
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from experiments import trl_trainer
 from experiments.config import build_objective, build_task, train_config
 from experiments.launch import CONF
 from experiments.train import main
+from experiments.trl_engine import require_whole_parameters
 from experiments.trl_options import grpo_settings, require_honoured
+from moe_rl.integrations import trl
 from moe_rl.store import Run, find_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +164,36 @@ def test_what_trl_cannot_honour_is_refused_by_name():
         require_honoured(*options(), processes=5)
     with pytest.raises(ValueError, match="native engine has no such options"):
         options("engine=native", "engine.vllm=true")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}],
+)
+def test_shards_that_checkpoints_cannot_gather_are_refused(monkeypatch, environment):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    require_whole_parameters()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="run directories hold whole tensors"):
+        require_whole_parameters()
+
+
+def test_drift_under_rollout_replay_is_of_native_routing(tmp_path, monkeypatch, train):
+    """As in the loop: another routing of the sampler is no drift of the policy, which does not move here."""
+
+    def of_another_sampler(recorder):
+        def sampled(mask, columns):
+            trace = recorder.trace(mask)
+            return replace(trace, experts=(trace.experts + 1) % trace.num_experts)
+
+        return sampled
+
+    monkeypatch.setattr(trl, "from_recorder", of_another_sampler)
+    run = train(tmp_path, "engine=trl", "arm=grpo_rollout_replay", "optim.lr=1e-30", "steps=1")
+    assert list(run.updates()["drift/old"]) == list(run.updates()["drift/step"]) == [0, 0]
+    assert run.updates()["replay/overridden"].min() > 0.3
 
 
 def test_one_optimiser_step_of_trl_is_one_update():
