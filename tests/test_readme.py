@@ -39,7 +39,8 @@ def test_the_ten_lines_run_on_a_checkpoint(checkpoint, capsys):
 def test_every_file_and_config_it_names_exists():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-    for group in ("model", "task", "objective", "replay", "arm", "experiment", "launcher", "engine", "tracking"):
+    groups = ("model", "task", "objective", "replay", "arm", "experiment", "launcher", "engine", "tracking")
+    for group in groups:
         (row,) = re.findall(rf"^\| `{group}` \|(.*)\|$", README, re.MULTILINE)
         for choice in re.findall(r"`([a-z_]+)`", row):
             assert (ROOT / "conf" / group / f"{choice}.yaml").exists(), f"{group}={choice}"
