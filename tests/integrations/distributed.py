@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_rl.integrations.carried import OLD, sequences, take_trace
 from moe_rl.integrations.cpu import fsdp_on_cpu
 from moe_rl.integrations.trl import RoutingReplayGRPOTrainer
+from moe_rl.objectives import get_objective
 from moe_rl.routing import record_routing
 
 torch.set_num_threads(1)
@@ -50,9 +51,12 @@ class Rows(RoutingReplayGRPOTrainer):
         return {"right": right, "places": places}
 
 
+# the rows of an update are the same in one process and in two
+EQUAL = {"replay": "old_policy", "num_iterations": 3, "max_steps": 3, "rollout_func": fixed_rollout}
 CASES = {
-    # the rows of an update are the same in one process and in two
-    "equal": {"replay": "old_policy", "num_iterations": 3, "max_steps": 3, "rollout_func": fixed_rollout},
+    "equal": EQUAL,
+    # token means over both processes' tokens, advantages of groups of both
+    "ours": EQUAL | {"objective": get_objective("dapo", kl_coef=0.05), "advantages": "paper"},
     "split": {"replay": "old_policy", "rows": 2, "steps_per_generation": 2, "max_steps": 2,
               "rollout_func": fixed_rollout},
     # responses that end at different steps in different processes, the sampler's experts replayed

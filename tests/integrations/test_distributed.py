@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt -e '.[trl]'")
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
-CASES = ["equal", "split", "sampled"]
+ONE_AND_TWO = ["equal", "ours"]
+CASES = [*ONE_AND_TWO, "split", "sampled"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "conf/accelerate/fsdp2.yaml"]
 
 
@@ -32,21 +33,23 @@ def seen(scene, tmp_path_factory):
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr[-4000:]
-    distributed.main(directory, ["equal"])
+    distributed.main(directory, ONE_AND_TWO)
     return {
         name: json.loads((directory / f"{name}.json").read_text())
         for name in ("rank0of1", "rank0of2", "rank1of2")
     }
 
 
-def test_two_processes_give_what_one_gives(seen):
+@pytest.mark.parametrize("case", ONE_AND_TWO)
+def test_two_processes_give_what_one_gives(seen, case):
     """Loss, gradient norm and every metric of three updates on the same rows, and the weights after them."""
-    one, first, second = (seen[name]["equal"] for name in ("rank0of1", "rank0of2", "rank1of2"))
+    one, first, second = (seen[name][case] for name in ("rank0of1", "rank0of2", "rank1of2"))
     assert one["kinds"] == ["Parameter"] and first["kinds"] == ["DTensor"]
     assert len(first["history"]) == 3
     for alone, together in zip(one["history"], first["history"], strict=True):
         names = {n for n in alone if isinstance(alone[n], float | int)} - {"step_time"}
-        assert names >= {"loss", "grad_norm", "kl", "drift/old", "clip_frac/token", "ratio/sequence_ess"}
+        reference = "kl" if case == "equal" else "kl/reference_k3"
+        assert names >= {"loss", "grad_norm", reference, "drift/old", "clip_frac/token", "ratio/sequence_ess"}
         for name in names:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
     assert one["history"][2]["drift/old"] > 0
