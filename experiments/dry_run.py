@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from experiments.config import Config, build_objective, build_task, train_config
 from experiments.findings import Findings
-from experiments.trl_options import grpo_settings, require_honoured
+from experiments.trl_options import grpo_settings, require_honoured, require_no_noise
 from experiments.weigh import weigh
 from moe_rl.models import LanguageModel, ModelConfig, ModelError, prepare
 from moe_rl.models.footprint import footprint, without_weights
@@ -98,6 +98,8 @@ def examine(cfg: DictConfig) -> Findings:
         with findings.collecting():
             model = without_weights(architecture)
             check_model(model, objective, config)
+            if config.engine.name == "trl":
+                require_no_noise(architecture)
             if tokenizer is not None:
                 lm = prepare(model, tokenizer)
     prompt = 0 if task is None else longest_prompt(findings, task, lm, config)

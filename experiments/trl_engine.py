@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from experiments.config import Config
 from experiments.trl_checkpoint import Follower, process, restore_moments, save_model
-from experiments.trl_options import grpo_settings, require_honoured
+from experiments.trl_options import grpo_settings, require_honoured, require_no_noise
 from experiments.trl_trainer import Scene, StoredTrainer
 from moe_rl.integrations.cpu import fsdp_on_cpu
 from moe_rl.integrations.trl import GRPOConfig
@@ -102,6 +102,7 @@ def train(
 def train_scene(scene: Scene) -> None:
     """`train` with what it needs."""
     config, lm, store = scene.config, scene.lm, scene.store
+    require_no_noise(lm.model.config)
     first, processes = process()[0] == 0, process()[1]
     if config.optim.freeze_routers:
         for router in find_routers(lm.model):

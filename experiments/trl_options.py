@@ -6,6 +6,8 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from experiments.config import Config
 from moe_rl.integrations.losses import OWN_TERMS, require_supported
 from moe_rl.objectives import NORMALISATIONS, Objective
@@ -56,6 +58,24 @@ def require_honoured(config: Config, objective: Objective, task: Task, processes
         reasons.append(str(error))
     if reasons:
         raise ValueError(f"engine=trl cannot honour {'; '.join(reasons)}: use engine=native, or leave it out")
+
+
+def require_no_noise(config: PreTrainedConfig) -> None:
+    """Raise `ValueError` for a model with dropout or jitter: TRL trains in training mode, the loop does not.
+
+    Under it π_old and the policy in training would differ, in their experts too, without any update.
+    """
+    noise = {
+        name: value
+        for name, value in config.get_text_config().to_dict().items()
+        if ("dropout" in name or "pdrop" in name or "jitter" in name) and isinstance(value, float) and value
+    }
+    if noise:
+        given = ", ".join(f"{name}={value}" for name, value in noise.items())
+        raise ValueError(
+            f"engine=trl cannot honour the model's {given}: TRL trains in training mode, where routing and "
+            "ratios would be noisy; set them to 0 in its config.json, or use engine=native"
+        )
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

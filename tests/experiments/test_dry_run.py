@@ -104,6 +104,8 @@ def test_contradictions_and_other_models_are_problems_too():
     assert reason == "hardware.gpus=4: the native engine is one process; engine=trl"
     (reason,) = examined("engine=trl", "rollout.refill=1").problems
     assert reason.startswith("engine=trl cannot honour rollout.refill=1")
+    (reason,) = examined("engine=trl", "+model.config.attention_dropout=0.1").problems
+    assert reason.startswith("engine=trl cannot honour the model's attention_dropout=0.1: TRL trains in")
     (reason,) = examined("hardware.gpus=0").problems
     assert reason == "hardware.gpus=0: must be above 0"
     (reason,) = examined("+model.config.num_expert=4").problems
