@@ -175,7 +175,8 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *arguments: Any, **options: Any) -> Any:
         rewards_BF = super()._calculate_rewards(*arguments, **options)  # of all processes and functions
-        self._rewards = (rewards_BF * self.reward_weights.to(rewards_BF.device)).nansum(-1)
+        weighted_BF = rewards_BF * self.reward_weights.to(rewards_BF.device)
+        self._rewards = weighted_BF.nansum(-1).masked_fill(weighted_BF.isnan().all(-1), torch.nan)
         return rewards_BF
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -199,6 +200,11 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
 
     def _group_advantages(self, normalise: str, size: int) -> Tensor:
         assert self._rewards is not None
+        if self._rewards.isnan().any():
+            raise ValueError(
+                f"advantages={normalise!r}: {int(self._rewards.isnan().sum())} completions got None or NaN "
+                "from every reward function: give each a number, or use advantages=None, which leaves them out"
+            )
         advantages_B = group_advantages(self._rewards, self.num_generations, normalise=normalise)
         return advantages_B[self.accelerator.process_index * size :][:size]
 

@@ -226,6 +226,13 @@ def test_advantages_by_our_convention(trainer):
     assert ours.abs().max() > trls.abs().max()  # TRL adds 1e-4 to the standard deviation
 
 
+def test_a_completion_without_a_reward_is_no_zero(trainer):
+    built = trainer(advantages="paper", **OFF_POLICY)
+    built.reward_funcs = [lambda completion_ids, **_: [None, *[1.0] * (len(completion_ids) - 1)]]
+    with pytest.raises(ValueError, match="1 completions got None or NaN from every reward function"):
+        built.train()
+
+
 REFUSED = [
     ({"replay": "r2"}, "expected one of"),
     ({"advantages": "batch"}, "expected None or one of"),
