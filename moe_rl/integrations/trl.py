@@ -203,7 +203,7 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
         if self._rewards.isnan().any():
             raise ValueError(
                 f"advantages={normalise!r}: {int(self._rewards.isnan().sum())} completions got None or NaN "
-                "from every reward function: give each a number, or use advantages=None, which leaves them out"
+                "from every reward function: give each a number, or use advantages=None, which skips them"
             )
         advantages_B = group_advantages(self._rewards, self.num_generations, normalise=normalise)
         return advantages_B[self.accelerator.process_index * size :][:size]
