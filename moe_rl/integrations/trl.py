@@ -315,8 +315,9 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
         Where a step spans several rollouts the later ones are not there yet: then the rollout's mean.
         """
         size, at = self.current_gradient_accumulation_steps, self._step % self.args.steps_per_generation
-        first = at - at % size
-        parts = self._buffered_inputs[first : first + size]
+        first, parts = at - at % size, self._buffered_inputs
+        if len(parts) % size == 0:
+            parts = parts[first : first + size]
         counted = sum(counted_tokens(part).sum() for part in parts) * (size / len(parts))
         return max(1.0, float(self.accelerator.reduce(counted.float(), "mean")))
 

@@ -93,6 +93,24 @@ def test_objectives_add_up_over_micro_batches(trainer, name):
         assert column(split, key) == pytest.approx(column(whole, key), rel=1e-4, abs=1e-6), key
 
 
+def test_steps_that_span_rollouts_divide_by_their_rollouts_mean(trainer):
+    """Three micro-batches a rollout, two an optimiser step: the second step takes one of either rollout."""
+    divisors = []
+
+    class Counted(RoutingReplayGRPOTrainer):
+        def _tokens_of_step(self):
+            tokens = super()._tokens_of_step()
+            counts = [int(part["completion_mask"].sum()) for part in self._buffered_inputs]
+            divisors.append((tokens, 2 / 3 * sum(counts)))
+            return tokens
+
+    options = {"rollout_func": fixed_rollout, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
+    trainer(cls=Counted, objective=get_objective("dapo"), max_steps=3, **options).train()
+    assert len(divisors) == 6 and len({expected for _, expected in divisors}) == 2
+    for tokens, expected in divisors:
+        assert tokens == pytest.approx(expected)
+
+
 def test_rows_follow_their_samples(trainer, scene):
     """Shuffled and split, every row's trace is what the model chooses on that row's tokens alone."""
     built = trainer(cls=Watched, replay="old_policy", rows=2, rollout_func=fixed_rollout,
