@@ -39,7 +39,7 @@ from moe_rl.laboratory.protocol import Measurement, measure, phases
 from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
 from moe_rl.store.files import write_atomic
-from moe_rl.training.border import check_together, require_gradable
+from moe_rl.training.border import check_one_batch, check_together, require_gradable
 
 register_drift()
 
@@ -72,6 +72,7 @@ def measure_model(config: DriftConfig, cfg: DictConfig, path: Path) -> None:
     """Load, warm up, sample, update, measure."""
     task, objective = build_task(cfg), build_objective(cfg)
     check_together(objective, config)
+    check_one_batch(config)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)
     bar = terminal_line()

@@ -34,7 +34,7 @@ from moe_rl.laboratory.noise_protocol import measure_noise, noise_phases
 from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
 from moe_rl.store.files import write_atomic
-from moe_rl.training.border import check_together, require_gradable
+from moe_rl.training.border import check_one_batch, check_together, require_gradable
 
 register_noise()
 
@@ -57,6 +57,7 @@ def run(cfg: DictConfig, path: Path) -> None:
     task = InRounds(build_task(cfg), config.noise.rounds)
     objective = build_objective(cfg)
     check_together(objective, config)
+    check_one_batch(config)
     require_gradable(task, config.rollout.grading_timeout)
     set_up_process(config)
     bar = terminal_line()

@@ -81,6 +81,16 @@ def check_turns(task: Task, config: TrainConfig) -> None:
             raise ValueError(f"rollout.{name}={value} is of responses of one turn, and the task has {turns}")
 
 
+def check_one_batch(config: TrainConfig) -> None:
+    """Raise `ValueError` for options of training that a measurement on one rollout batch has no use for."""
+    if config.rollout.ahead:
+        raise ValueError(
+            f"rollout.ahead={config.rollout.ahead}: one rollout batch is measured, which has no older weights"
+        )
+    if not config.rollout.recompute:
+        raise ValueError("rollout.recompute=false: measured is the old-policy pass that this leaves out")
+
+
 def check_model(policy: nn.Module, objective: Objective, config: TrainConfig) -> None:
     """Raise `ValueError` for options that ask a dense model for its routing."""
     if has_routers(policy):

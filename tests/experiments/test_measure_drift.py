@@ -146,6 +146,8 @@ def test_imported_traces_by_hand(tmp_path, capsys):
         (["drift.resamples=0"], "drift.resamples=0: must be at least 1"),
         (["drift.floors=false"], "Key 'floors' not in 'DriftOptions'"),
         (["rollout.refill=1", "cold_start.enabled=false"], "rollout.refill"),
+        (["rollout.ahead=2"], "rollout.ahead=2: one rollout batch is measured"),
+        (["rollout.recompute=false"], "the old-policy pass that this leaves out"),
         (["model=dense", "cold_start.enabled=false"], "no MoE layers"),
     ],
 )
