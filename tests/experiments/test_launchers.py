@@ -80,7 +80,13 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "launcher", ["basic", "joblib", "submitit_local", pytest.param("ray", marks=pytest.mark.slow)]
+    "launcher",
+    [
+        "joblib",
+        "submitit_local",
+        pytest.param("basic", marks=pytest.mark.slow),
+        pytest.param("ray", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_runs_whichever_launcher_goes_on(tmp_path, whole, launcher, monkeypatch, capfd):
     """Seed 0 is done and seed 1 stopped in its second step when the sweep goes on with a run that fails."""
