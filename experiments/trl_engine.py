@@ -126,6 +126,10 @@ def train_scene(scene: Scene) -> None:
         restore_model(scene.trained, checkpoint.model())
         callbacks.append(Moments(scene.trained, checkpoint.optimizer()))
         store.event("resumed", step=scene.done)
+    if config.device.startswith("cuda"):
+        # TRL starts vLLM before weights are sharded: it finds an empty GPU, and accelerate places the shards.
+        lm.model.to("cpu")  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module.to
+        torch.cuda.empty_cache()
     StoredTrainer(
         scene,
         model=lm.model,

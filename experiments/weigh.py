@@ -66,6 +66,7 @@ def weigh(
         findings.weigh("memory of sampling", sampling_memory(sizes, layout, at_once * length), memory)
         if sizes.kv_per_token is None:
             findings.add("  KV cache", "not known for this kind of attention, not counted")
+    weigh_evaluation(findings, sizes, config, layout, length)
     if hardware.gpus > 1:
         weigh_loading(findings, config, state_bytes(config) * sizes.parameters)
     if sizes.trace is not None:
@@ -87,6 +88,26 @@ def weigh_vllm(findings: Findings, sizes: Footprint, config: Config, layout: Lay
     if "KV cache" in one:
         room = max(0, share - one["weights"]) / one["KV cache"]
         findings.add("  room for", f"{room:.0f} of full length at once in each copy of the sampler")
+
+
+def weigh_evaluation(
+    findings: Findings, sizes: Footprint, config: Config, layout: Layout, length: int
+) -> None:
+    """Held-out responses, all at once and in every process, by the model in training and never by vLLM.
+
+    Before the first update every process still has the whole weights, and vLLM has not started.
+    """
+    tokens, memory = config.evaluation.prompts * length, gpu_memory(config)
+    parts = sampling_memory(sizes, layout, tokens)
+    if config.engine.vllm:
+        parts["vLLM"] = int(config.engine.vllm_memory * memory)
+    findings.add("evaluation", f"{config.evaluation.prompts} of full length at once in every process")
+    findings.weigh("memory of evaluation", parts, memory)
+    if layout.gpus > 1:
+        whole = {"weights": layout.state_bytes * sizes.parameters}
+        findings.add("  before training", "with the weights not sharded yet")
+        first = whole | ({"KV cache": parts["KV cache"]} if "KV cache" in parts else {})
+        findings.weigh("memory of the first evaluation", first, memory)
 
 
 def weigh_loading(findings: Findings, config: Config, weights: int) -> None:
