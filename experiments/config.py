@@ -124,6 +124,10 @@ def train_config(cfg: DictConfig) -> Config:
     if config.threads < 1:
         raise ValueError(f"threads={config.threads}: must be at least 1")
     try:
+        if (
+            config.device == "cuda"
+        ):  # a process of several makes its context on its own GPU, none on the first
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.empty(1, device=config.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]

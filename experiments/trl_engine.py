@@ -58,8 +58,6 @@ def check(config: Config, objective: Objective, task: Task) -> None:
     require_whole_parameters()
     if processes > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m sweeps runs of one process each: accelerate launch takes one run at a time")
-    if config.device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def require_whole_parameters() -> None:

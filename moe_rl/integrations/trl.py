@@ -25,12 +25,12 @@ from moe_rl.integrations.carried import (
     FORCED,
     OLD,
     Layout,
-    counted_tokens,
     images,
     sequences,
     take_trace,
 )
-from moe_rl.integrations.losses import keyword_tensors, objective_of, require_supported
+from moe_rl.integrations.losses import objective_of, require_supported
+from moe_rl.integrations.objective_loss import ObjectiveLoss
 from moe_rl.integrations.pool import LossPass, MetricPool, change, change_metrics
 from moe_rl.integrations.rollout import RolloutRouting
 from moe_rl.integrations.sampled import (
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 SOURCES = (None, "old_policy", "rollout")
 
 
-class RoutingReplayGRPOTrainer(GRPOTrainer):
+class RoutingReplayGRPOTrainer(ObjectiveLoss, GRPOTrainer):
     """`trl.GRPOTrainer` for MoE models: every argument of it, and
 
     replay      "old_policy" (R2, GSPO paper 5.3): the loss is forced onto the experts that π_old chose in the
@@ -86,9 +86,6 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
     replay would be incomplete or on other tokens than were recorded.
     """
 
-    objective: Objective | None
-    aux_loss_enabled: bool  # these are TRL's
-    router_aux_loss_coef: float
     rollout_func: Callable[..., dict[str, Any]] | None
 
     def __init__(
@@ -110,7 +107,7 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
         self._rollout = RolloutRouting(replay)
         self._rewards: Tensor | None = None
         self._until_backward: contextlib.ExitStack | None = None
-        self._said: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies of the last forward
+        self._said = None
         with returning_routed_experts(vllm_generation) if replay == "rollout" else contextlib.nullcontext():
             super().__init__(*arguments, **options)
         if self._records:
@@ -272,66 +269,6 @@ class RoutingReplayGRPOTrainer(GRPOTrainer):
                 changes["replay/overridden"] = change(forced, replay.native, inputs)
         self.observe(LossPass(self._rows(inputs), changes))
         return loss
-
-    def _objective_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The objective's share of the loss of one optimiser step, as TRL's own losses give theirs."""
-        assert self.objective is not None
-        ids_BT, mask_BT = sequences(inputs)
-        logp_BC, entropy_BC, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            ids_BT,
-            mask_BT,
-            inputs["completion_ids"].shape[1],
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **images(inputs),
-        )
-        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
-        loss, _ = self.objective(
-            logp_BC,
-            inputs.get("old_per_token_logps", logp_BC.detach()),
-            inputs["advantages"],
-            counted_tokens(inputs),
-            sequences=len(logp_BC) * accumulated,
-            tokens=inputs.get("tokens_of_step"),
-            **keyword_tensors(self.objective, inputs, entropy_BC),
-        )
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * aux_loss / accumulated
-            mode = "train" if self.model.training else "eval"
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
-        return loss
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
-        if self.objective is None or not self.model.training:
-            return inputs
-        return inputs | {"tokens_of_step": self._tokens_of_step()}
-
-    def _tokens_of_step(self) -> float:
-        """Counted tokens of the optimiser step that is being accumulated, as a mean over processes.
-
-        Gradients are averaged over processes, so that the losses of all add up to the loss of all tokens.
-        Where a step spans several rollouts the later ones are not there yet: then the rollout's mean.
-        """
-        size, at = self.current_gradient_accumulation_steps, self._step % self.args.steps_per_generation
-        first, parts = at - at % size, self._buffered_inputs
-        if len(parts) % size == 0:
-            parts = parts[first : first + size]
-        counted = sum(counted_tokens(part).sum() for part in parts) * (size / len(parts))
-        return max(1.0, float(self.accelerator.reduce(counted.float(), "mean")))
-
-    def _rows(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """What the objective was called with, of the forward that has just run."""
-        assert self._said is not None
-        logp_BC, entropy_BC = self._said
-        rows = {
-            "logp_BT": logp_BC,
-            "old_logp_BT": inputs.get("old_per_token_logps", logp_BC),
-            "advantages": inputs["advantages"],
-            "mask_BT": counted_tokens(inputs),
-        }
-        return rows if self.objective is None else rows | keyword_tensors(self.objective, inputs, entropy_BC)
 
     def observe(self, seen: LossPass) -> None:
         """One loss pass has been made; a subclass may look at it too."""
