@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ from moe_rl.evaluation import (
     read_math_set,
 )
 from moe_rl.evaluation.math_set import INSTRUCTION
-from moe_rl.store import RunStore, environment, write_atomic
+from moe_rl.models import LanguageModel
+from moe_rl.store import Run, RunStore, environment, write_atomic
 from moe_rl.store.files import to_json
 from moe_rl.training.border import require_finite_weights, require_same_content
 from moe_rl.training.checkpoint import model_tensors
@@ -78,6 +80,11 @@ class Options:
         """Raise `ValueError` for options out of range."""
         if self.evaluation not in SAMPLES:
             raise ValueError(f"evaluation={self.evaluation!r}: expected {', '.join(SAMPLES)}")
+        for name, day in (("since", self.since), ("until", self.until)):
+            try:
+                date.fromisoformat(day or "2024-01-01")
+            except ValueError as error:
+                raise ValueError(f"{name}={day}: expected YYYY-MM-DD") from error
         for name in ("k", "max_new_tokens", "batch", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,10 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         path = directory(options)
-        if (path / "DONE").exists():
-            print(f"{os.path.relpath(path)}: done already")
-        else:
-            print(f"{os.path.relpath(path)}: {run(options, path)}")
+        print(f"{os.path.relpath(path)}: {run(options, path)}")
     except KeyboardInterrupt:
         print("\nstopped; the same command continues it", file=sys.stderr)
         return 130
@@ -148,14 +152,14 @@ def run(options: Options, path: Path) -> str:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     problems, found = read_set(options)
+    lm = load_policy(options.model, device=options.device, trust_remote_code=options.trust_remote_code)
+    require_finite_weights(lm.model)
+    content = content_of(options, lm)
+    if (path / "DONE").exists():
+        require_same_content(path, content)
+        return "done already: " + report(Run(path).summary)
     with RunStore.open(path, plain_config(options), environment()) as store:
-        lm = load_policy(options.model, device=options.device, trust_remote_code=options.trust_remote_code)
-        require_finite_weights(lm.model)
-        content = hashlib.blake2b(Path(options.path).read_bytes(), digest_size=16)
-        for name, tensor in sorted(model_tensors(lm.model).items()):
-            content.update(name.encode())
-            content.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
-        require_same_content(path, content.hexdigest())
+        require_same_content(path, content)
         sampling = Sampling(
             k=options.k or SAMPLES[options.evaluation],
             temperature=options.temperature,
@@ -170,6 +174,15 @@ def run(options: Options, path: Path) -> str:
         write_tables(path, problems, rows, summary)
         store.finish(summary)
     return report(summary)
+
+
+def content_of(options: Options, lm: LanguageModel) -> str:
+    """A hash of the problems and the weights, by which an evaluation knows what it is of."""
+    content = hashlib.blake2b(Path(options.path).read_bytes(), digest_size=16)
+    for name, tensor in sorted(model_tensors(lm.model).items()):
+        content.update(name.encode())
+        content.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 def read_set(options: Options) -> tuple[EvaluationSet, dict[str, Any]]:

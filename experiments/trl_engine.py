@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def check(config: Config, objective: Objective, task: Task) -> None:
     _, processes = process()
     require_honoured(config, objective, task, processes)
     require_whole_parameters()
+    if config.engine.vllm and find_spec("vllm") is None:
+        raise ValueError("engine.vllm=true needs vLLM, which is not installed here: pip install 'trl[vllm]'")
     if processes > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m sweeps runs of one process each: accelerate launch takes one run at a time")
 

@@ -99,7 +99,9 @@ def call(function: str, names: dict[str, object]) -> None:
     arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
     found = runpy.run_path("solution.py", init_globals=names, run_name="solution")
     owner = found.get("Solution")
-    method = getattr(owner(), function) if owner is not None else found[function]
+    method = getattr(owner(), function) if owner is not None else found.get(function)
+    if method is None or method is names.get(function):  # the prelude's own is not the solution's
+        raise NameError(f"the code has no function {function}")
     with open(result, "w") as out:
         json.dump(method(*arguments), out)
 

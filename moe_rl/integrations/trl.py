@@ -41,6 +41,7 @@ from moe_rl.integrations.sampled import (
     payloads_of,
     returning_routed_experts,
 )
+from moe_rl.integrations.saved_weights import load_saved_weights
 from moe_rl.objectives import NORMALISATIONS, Objective, group_advantages
 from moe_rl.routing import (
     ExpertChange,
@@ -101,6 +102,10 @@ class RoutingReplayGRPOTrainer(ObjectiveLoss, GRPOTrainer):
             raise ValueError(f"replay={replay!r}: expected one of {SOURCES}")
         if advantages not in (None, *NORMALISATIONS):
             raise ValueError(f"advantages={advantages!r}: expected None or one of {NORMALISATIONS}")
+        if objective is not None and not isinstance(objective, Objective):
+            raise ValueError(
+                f"objective={objective!r}: expected get_objective(name, ...) of moe_rl.objectives"
+            )
         self.replay, self.objective, self._normalise = replay, objective, advantages
         self._records = drift or replay is not None
         self._layout: Layout | None = None
@@ -269,6 +274,20 @@ class RoutingReplayGRPOTrainer(ObjectiveLoss, GRPOTrainer):
                 changes["replay/overridden"] = change(forced, replay.native, inputs)
         self.observe(LossPass(self._rows(inputs), changes))
         return loss
+
+    # Checkpoints: transformers leaves fused experts out when it resumes.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_experts_too(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_experts_too(self.state.best_model_checkpoint, self.model)
+
+    def _load_experts_too(self, folder: str, model: nn.Module) -> None:
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # these save and load tensors as they are
+            load_saved_weights(model, folder)
 
     def observe(self, seen: LossPass) -> None:
         """One loss pass has been made; a subclass may look at it too."""

@@ -256,6 +256,16 @@ def test_a_function_test_is_not_forged(read, sandbox, name):
     assert not read(functional(), sandbox=sandbox).grade(0, fenced(FORGED[name])).correct
 
 
+def test_a_function_of_the_prelude_is_not_the_solutions(read, sandbox):
+    """`add` is there without import, from operator."""
+    test = {"input": "1\n2", "output": "3", "testtype": "functional"}
+    options = {"public_test_cases": [test], "private_test_cases": []}
+    problems = read(line(**options, metadata=json.dumps({"func_name": "add"})), sandbox=sandbox)
+    missing = problems.grade(0, fenced("def other(a, b): return 1"))
+    assert not missing.correct and "no function add" in missing.detail
+    assert problems.grade(0, fenced("def add(a, b): return a + b")).correct
+
+
 def test_limits_are_wrong_answers_and_the_next_response_is_graded(read, sandbox):
     limits = Limits(seconds=0.5, memory_mb=128, output_mb=1)
     problems = read(line(), sandbox=sandbox, limits=limits)

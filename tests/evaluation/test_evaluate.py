@@ -128,10 +128,12 @@ def test_a_killed_evaluation_goes_on_with_the_same_samples(command, model, probl
 def test_it_does_not_go_on_with_other_weights_or_problems(command, model, problems, capsys):
     pytest.importorskip("math_verify")
     _, path = command(model, problems, *MATH)
-    (path / "DONE").unlink()
     problems.write_text(problems.read_text().replace('"answer": "5"', '"answer": "6"'))
-    assert command(model, problems, *MATH)[0] == 1
-    assert "other problems under the same configuration" in capsys.readouterr().err
+    for finished in (True, False):
+        assert command(model, problems, *MATH)[0] == 1
+        assert "other problems under the same configuration" in capsys.readouterr().err
+        if finished:
+            (path / "DONE").unlink()
 
 
 CODE = [

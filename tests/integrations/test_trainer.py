@@ -276,6 +276,25 @@ def test_a_dense_model_is_refused(trainer, scene):
         trainer(load_model(config, scene.task.default_tokenizer).model, replay="old_policy")
 
 
+def test_resuming_restores_the_experts(trainer, tmp_path):
+    """transformers' own resumption leaves fused experts as they are, with a warning."""
+    first = trainer(replay="old_policy", save_strategy="steps", save_steps=1, save_only_model=True)
+    first.train()
+    saved = Path(first.args.output_dir) / "checkpoint-1"
+    whole = type(first.model).from_pretrained(saved).state_dict()
+    again = trainer(replay="old_policy")
+    before = again.model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].clone()
+    again._load_from_checkpoint(str(saved))
+    loaded = again.model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+    assert not torch.equal(loaded["model.layers.0.mlp.experts.gate_up_proj"], before)
+
+
+def test_the_name_of_an_objective_is_no_objective(trainer):
+    with pytest.raises(ValueError, match="objective='gspo': expected get_objective"):
+        trainer(objective="gspo")
+
+
 def test_the_ten_lines_of_the_docs(scene, tmp_path, monkeypatch):
     scene.lm.save(tmp_path / "model")
     text = (Path(__file__).resolve().parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
