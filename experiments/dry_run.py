@@ -144,9 +144,9 @@ def find_model(
     if model.source == "upcycled" or path.endswith(".gguf") or path.startswith("package:"):
         findings.add("model", f"{path}: sizes of upcycled models and GGUF files are not computed")
         return None, None
-    local = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
+    trust_remote_code = model.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(path, **local)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         findings.add("model", f"{path}, its config.json read")
     except (OSError, ValueError) as error:
         if path not in PUBLISHED:
@@ -156,7 +156,10 @@ def find_model(
         findings.add("model", f"{path}: not on this machine, sizes as published")
         config = published_config(path)
     try:
-        return AutoTokenizer.from_pretrained(path, **local), config
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        return tokenizer, config
     except (OSError, ValueError):
         findings.add("tokenizer", "not on this machine, not checked")
         return None, config

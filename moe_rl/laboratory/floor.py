@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.laboratory.observe import RoutedPass, observe
 from moe_rl.routing import record_routing
-from moe_rl.training.batch import RolloutBatch
+from moe_rl.training.batch import RolloutBatch, filler
 from moe_rl.training.passes import Plan, flat
 
 PADDING = 8  # columns on either side, enough to move every row and every tile
@@ -91,9 +91,9 @@ def regrouped(plan: Plan, size_of: Callable[[int], int]) -> Plan:
 def widened(batch: RolloutBatch, columns: int = PADDING) -> RolloutBatch:
     """The same sequences with more padding on either side."""
     tensors: dict[str, Any] = {
-        field.name: nn.functional.pad(getattr(batch, field.name), (columns, columns))
-        for field in fields(batch)
-        if field.name.endswith("_BT")
+        name: nn.functional.pad(tensor, (columns, columns), value=filler(name, pad_id=0))
+        for name, tensor in batch.tensors().items()
+        if name.endswith("_BT")
     }
     return replace(batch, **tensors, prompt_length=batch.prompt_length + columns)
 

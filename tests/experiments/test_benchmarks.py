@@ -258,7 +258,8 @@ def test_every_arm_of_the_overhead_is_a_row(monkeypatch):
 
 def test_without_trl_the_install_line_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(SystemExit, match=r"pip install -c constraints.txt -e '.\[peers\]'"):
+    monkeypatch.delitem(sys.modules, "moe_rl.integrations.trl", raising=False)
+    with pytest.raises(SystemExit, match=r"pip install -c constraints.txt -e '.\[trl\]'"):
         against_trl.load_trl()
 
 
