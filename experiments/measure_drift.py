@@ -18,7 +18,6 @@ from pathlib import Path
 import hydra
 import pandas as pd
 from omegaconf import DictConfig
-from tqdm.auto import tqdm
 
 from experiments.config import build_objective, build_task
 from experiments.drift_config import DriftConfig, drift_config, register_drift, stored_config
@@ -40,6 +39,7 @@ from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
 from moe_rl.store.files import write_atomic
 from moe_rl.training.border import check_one_batch, check_together, require_gradable
+from moe_rl.training.progress import phases_bar
 
 register_drift()
 
@@ -78,19 +78,7 @@ def measure_model(config: DriftConfig, cfg: DictConfig, path: Path) -> None:
     bar = terminal_line()
     with open_store(cfg, path) as store:
         lm, warm = starting_model(config, cfg, path, task, objective, bar)
-        progress = tqdm(
-            total=phases(config, config.drift),
-            desc=f"{config.arm} seed {config.seed}",
-            position=bar,
-            dynamic_ncols=True,
-            disable=None,  # off when not a terminal
-        )
-
-        def done(phase: str) -> None:
-            progress.set_postfix_str(phase)
-            progress.update()
-
-        with progress:
+        with phases_bar(f"{config.arm} seed {config.seed}", phases(config, config.drift), bar) as done:
             found = measure(lm, task, objective, config, config.drift, done)
         finish(store, path, found, warm)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import hydra
 import pandas as pd
 from omegaconf import DictConfig
-from tqdm.auto import tqdm
 
 from experiments.config import build_objective, build_task, run_config
 from experiments.launch import (
@@ -35,6 +34,7 @@ from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
 from moe_rl.store.files import write_atomic
 from moe_rl.training.border import check_one_batch, check_together, require_gradable
+from moe_rl.training.progress import phases_bar
 
 register_noise()
 
@@ -64,19 +64,7 @@ def run(cfg: DictConfig, path: Path) -> None:
     found = environment() | {"command": command("experiments.measure_noise")}
     with RunStore.open(path, run_config(cfg), found) as store:
         lm, warm = starting_model(config, cfg, path, task, objective, bar)
-        progress = tqdm(
-            total=noise_phases(config.noise),
-            desc=f"noise seed {config.seed}",
-            position=bar,
-            dynamic_ncols=True,
-            disable=None,  # off when not a terminal
-        )
-
-        def done(phase: str) -> None:
-            progress.set_postfix_str(phase)
-            progress.update()
-
-        with progress:
+        with phases_bar(f"noise seed {config.seed}", noise_phases(config.noise), bar) as done:
             measured = measure_noise(lm, task, objective, config, config.noise, done)
         (path / "tables").mkdir(exist_ok=True)
         for name, rows in measured.tables.items():

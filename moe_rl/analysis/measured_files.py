@@ -12,11 +12,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from moe_rl.analysis.run_files import config_hash
+from moe_rl.analysis.run_files import Named, config_hash
 from moe_rl.store import Run, StoreError, write_atomic
 from moe_rl.store.files import writing
 
@@ -24,29 +23,10 @@ COLUMNS = ("table", "subject", "metric", "at", "value", "low", "high", "n", "uni
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Named):
     """header: suite, arm, seed, config_hash, config, command, versions and commit.  rows: of COLUMNS."""
 
-    header: dict[str, Any]
     rows: pd.DataFrame
-
-    @property
-    def suite(self) -> str:
-        return str(self.header["suite"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.header["seed"])
-
-    @property
-    def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.header["config"]
-        return found
-
-    @property
-    def id(self) -> str:
-        """<suite>/<arm>-<config hash>-seed<n>."""
-        return f"{self.suite}/{self.header['arm']}-{self.header['config_hash']}-seed{self.seed}"
 
     def values(self, table: str, subject: str, metric: str) -> pd.Series:
         """A metric by `at` (response length in tokens, 0 where there is one value); empty if not measured."""

@@ -45,17 +45,10 @@ TRAINED, UNCLIPPED = "tokens/trained", "tokens/unclipped"
 
 
 @dataclass(frozen=True)
-class CompactRun:
-    """A finished run, from its file.
-
-    header: suite, arm, seed, config_hash, status ("done" or "collapsed"), collapse (step, censored_at,
-    reason), config, command, versions, git_commit, git_dirty.  table: column `step` and those of COLUMNS and
-    EVALS that the run logged, with `tokens/trained` and `tokens/unclipped` of each step (response tokens in
-    its updates, once an epoch; of these, the ones whose gradient was not clipped away).
-    """
+class Named:
+    """What names a committed table: its header, with suite, arm, seed, config_hash and config."""
 
     header: dict[str, Any]
-    table: pd.DataFrame
 
     @property
     def suite(self) -> str:
@@ -75,13 +68,26 @@ class CompactRun:
         return found
 
     @property
-    def collapse(self) -> Collapse:
-        return Collapse(**self.header["collapse"])
-
-    @property
     def id(self) -> str:
         """<suite>/<arm>-<config hash>-seed<n>."""
         return f"{self.suite}/{self.arm}-{self.header['config_hash']}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class CompactRun(Named):
+    """A finished run, from its file.
+
+    header: suite, arm, seed, config_hash, status ("done" or "collapsed"), collapse (step, censored_at,
+    reason), config, command, versions, git_commit, git_dirty.  table: column `step` and those of COLUMNS and
+    EVALS that the run logged, with `tokens/trained` and `tokens/unclipped` of each step (response tokens in
+    its updates, once an epoch; of these, the ones whose gradient was not clipped away).
+    """
+
+    table: pd.DataFrame
+
+    @property
+    def collapse(self) -> Collapse:
+        return Collapse(**self.header["collapse"])
 
     @cached_property
     def steps(self) -> pd.DataFrame:

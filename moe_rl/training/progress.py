@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -20,3 +22,15 @@ def steps_bar(title: str, done: int, steps: int, line: int, leave: bool = True) 
         leave=leave,
         disable=None,  # off when not a terminal
     )
+
+
+@contextmanager
+def phases_bar(title: str, phases: int, line: int) -> Iterator[Callable[[str], None]]:
+    """A bar over so many phases; what it gives is called with the name of each that is done."""
+    with tqdm(total=phases, desc=title, position=line, dynamic_ncols=True, disable=None) as bar:
+
+        def done(phase: str) -> None:
+            bar.set_postfix_str(phase)
+            bar.update()
+
+        yield done
