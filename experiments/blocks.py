@@ -67,13 +67,19 @@ def read_blocks(size: str) -> dict[str, Block]:
 
 
 def collapsed_runs(folder: Path, at_most: int) -> list[tuple[Run, CompactRun]]:
-    """The first runs of GRPO below `folder` that collapsed by reward, so that they have a last model."""
+    """The first runs of GRPO below `folder` that collapsed by reward, so that they have a last model.
+
+    Where two arms' runs of a seed are one to the last digit (R2 and R3 of the same experts) it counts once.
+    """
     if not folder.exists():
         return []
     pairs = [(run, compact(run, folder.name)) for run in find_runs(folder)]
     kept = [(run, found) for run, found in pairs if found is not None and found.collapse.reason == "reward"]
     kept = [pair for pair in kept if setting(pair[1], "objective.name") == "grpo"]
-    return sorted(kept, key=lambda pair: (pair[1].seed, pair[1].arm))[:at_most]
+    distinct: dict[tuple[float, ...], tuple[Run, CompactRun]] = {}
+    for run, found in sorted(kept, key=lambda pair: (pair[1].seed, pair[1].arm)):
+        distinct.setdefault(tuple(found.steps["reward/mean"]), (run, found))
+    return list(distinct.values())[:at_most]
 
 
 def starts(pair: tuple[Run, CompactRun]) -> list[Path]:

@@ -9,7 +9,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from experiments import blocks, evidence
-from experiments.blocks import Block, continued, read_blocks, starts
+from experiments.blocks import Block, collapsed_runs, continued, read_blocks, starts
 from experiments.config import build_objective, register, train_config
 from experiments.launch import CONF
 from experiments.noise_config import register_noise
@@ -77,26 +77,37 @@ def test_pairs_of_seeds_go_outermost_and_runs_are_counted(tmp_path):
     )
 
 
-@pytest.fixture
-def collapsed(tmp_path):
+def collapsed_run(tmp_path, arm, before=0.8):
     """A run of 20 steps that collapses at 14, with models of steps 4, 8 and 12."""
-    path = tmp_path / "fig1_sort" / "grpo-0123abcd" / "seed10"
-    command = ["python", "-m", "experiments.train", "experiment=fig1_sort", "arm=grpo", "optim.lr=1e-2",
+    path = tmp_path / "fig1_sort" / f"{arm}-0123abcd" / "seed10"
+    command = ["python", "-m", "experiments.train", "experiment=fig1_sort", f"arm={arm}", "optim.lr=1e-2",
                "snapshot_every=4", "seed=10", f"output={tmp_path}"]  # fmt: skip
     config = {
-        "arm": "grpo",
+        "arm": arm,
         "objective": {"name": "grpo"},
         "seed": 10,
         "steps": 20,
         "collapse": {"window": 2, "fraction": 0.5, "patience": 3},
     }
     with RunStore.open(path, config, {"command": command}) as store:
-        for step, reward in enumerate([0.8] * 10 + [0.1] * 10, start=1):
+        for step, reward in enumerate([before] * 10 + [0.1] * 10, start=1):
             store.log("steps", {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0})
         store.finish({})
     for folder in ("final", "snapshots/step_4", "snapshots/step_8", "snapshots/step_12"):
         (path / folder).mkdir(parents=True)
     return path
+
+
+@pytest.fixture
+def collapsed(tmp_path):
+    return collapsed_run(tmp_path, "grpo")
+
+
+def test_a_run_that_two_arms_share_recovers_once(tmp_path, collapsed):
+    same, other = collapsed_run(tmp_path, "grpo+replay"), collapsed_run(tmp_path, "grpo+rollout_replay", 0.7)
+    assert [run.path for run, _ in collapsed_runs(tmp_path / "fig1_sort", 8)] == [collapsed, other]
+    assert same.exists()
+    assert [run.path for run, _ in collapsed_runs(tmp_path / "fig1_sort", 1)] == [collapsed]
 
 
 def test_recovery_starts_from_the_end_and_from_well_before_the_collapse(tmp_path, collapsed):
