@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test test-all check bench evidence clean help
 
 help:
-	@echo "make demo   train the three arms on a small MoE and write a report (4 to 6 minutes on 2 cores)"
+	@echo "make demo   train the three arms on a small MoE and write a report (4 to 8 minutes on 2 cores)"
 	@echo "make test   run the tests (make test-all: the slow ones too)"
 	@echo "make check  lint, format and types"
 	@echo "make bench  time recording, training and traces, TRL beside them (about 20 minutes on a quiet machine)"
