@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from moe_rl.analysis.comparison import setting
 from moe_rl.analysis.run_files import CompactRun, compact
@@ -64,6 +66,16 @@ def read_blocks(size: str) -> dict[str, Block]:
         if block.sweeps or block.treatments:
             found[name] = block
     return found
+
+
+def runs_of(sweep: Overrides) -> list[Overrides]:
+    """The overrides of each run of a sweep, in the words that the run's own command has."""
+    words: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(sweep):
+        key = override.get_key_element()
+        values = override.sweep_string_iterator() if override.is_sweep_override() else None
+        words[key] = [f"{key}={value}" for value in values or [override.get_value_element_as_str()]]
+    return [list(chosen) for chosen in itertools.product(*words.values())]
 
 
 def collapsed_runs(folder: Path, at_most: int) -> list[tuple[Run, CompactRun]]:

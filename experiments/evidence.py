@@ -9,9 +9,9 @@
 
 A block runs sweeps of `experiments.train`, below outputs/evidence/<size>/, and then writes the table of every
 run that has ended to <results>/runs/<suite>/; those of `experiments.measure_noise` go to <results>/measured/.
-What is there already is not run again, and a block that is stopped continues with the same command. Results
-of size=full are in experiments/results/, those of size=quick below outputs/. Claims and figures are made from
-the tables alone.
+What is there already is not run again, and a block that is stopped continues with the same command, on
+another machine too: a sweep whose runs all have their tables is over. Results of size=full are in
+experiments/results/, those of size=quick below outputs/. Claims and figures are made from the tables alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from glob import glob
 from importlib import import_module
 from pathlib import Path
 
-from experiments.blocks import SIZES, Block, Overrides, read_blocks
+from experiments.blocks import SIZES, Block, Overrides, read_blocks, runs_of
 from moe_rl.analysis.claims_warning import SUITE as WARNING
 from moe_rl.analysis.evidence_report import claim_table, claims_alone, insert_table, write_evidence
 from moe_rl.analysis.measured_files import export_measured
-from moe_rl.analysis.run_files import export
+from moe_rl.analysis.run_files import commands_in, export
 from moe_rl.store import StoreError, find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ def run(size: str, name: str | None) -> int:
     failed = 0
     for block in blocks.values() if name is None else [blocks[name]]:
         try:
-            failed += run_block(block, output)
+            failed += run_block(block, output, results / EXPORTS[block.entry][1] / block.suite)
         finally:
             if (output / block.suite).exists():
                 write, folder = EXPORTS[block.entry]
@@ -88,15 +88,19 @@ def run(size: str, name: str | None) -> int:
     return min(failed, 1)
 
 
-def run_block(block: Block, output: Path) -> int:
-    """Run the sweeps of a block until its time is up; how many of them failed."""
-    started, failed = time.monotonic(), 0
+def run_block(block: Block, output: Path, tables: Path) -> int:
+    """Run the sweeps of a block until its time is up; how many of them failed. A sweep of which every run has
+    its table is over, wherever it ran."""
+    started, failed, ended = time.monotonic(), 0, commands_in(tables)
     sweeps = list(block.commands(output))
     for number, overrides in enumerate(sweeps, start=1):
         if time.monotonic() - started > LIMIT_S:
             print(f"{block.name}: time is up after {number - 1} of {len(sweeps)} sweeps; give it again")
             break
         print(f"{block.name}, sweep {number} of {len(sweeps)}: {' '.join(overrides)}", flush=True)
+        if all(tuple(run) in ended for run in runs_of(overrides)):
+            print(f"the tables of its runs are in {tables}; what is removed there is run again")
+            continue
         failed += not sweep(block.entry, overrides)
     if not sweeps:
         print(f"{block.name}: nothing to start from, no run of {block.from_suite} collapsed")
@@ -148,19 +152,10 @@ def listing() -> str:
     """One line a block: runs, estimated minutes."""
     lines = []
     for block in read_blocks("full").values():
-        runs = len(block.seeds) * sum(runs_of(sweep) for sweep in block.sweeps)
+        runs = len(block.seeds) * sum(len(runs_of(sweep)) for sweep in block.sweeps)
         what = f"{runs} runs" if runs else f"from up to {block.at_most} collapsed runs of {block.from_suite}"
         lines.append(f"{block.name:16} {block.suite:16} {what:48} about {block.minutes} minutes")
     return "\n".join(lines)
-
-
-def runs_of(sweep: Overrides) -> int:
-    """How many runs a sweep has for one seed: the product of its lists of values."""
-    count = 1
-    for override in sweep:
-        value = override.partition("=")[2]
-        count *= value.count(",") + 1 if value[:1] not in ("{", "[") else 1
-    return count
 
 
 if __name__ == "__main__":

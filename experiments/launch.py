@@ -33,6 +33,7 @@ from moe_rl.training.border import (
     require_finite_weights,
     require_room,
     require_same_content,
+    weights_digest,
 )
 from moe_rl.training.cold_start import ColdStartError, cold_start
 from moe_rl.training.grading import GuardedTask
@@ -162,7 +163,8 @@ def set_up_process(config: Config) -> None:
 def starting_model(
     config: Config, cfg: DictConfig, path: Path, task: Task, objective: Objective, bar: int
 ) -> tuple[LanguageModel, dict[str, object]]:
-    """The model, checked against task and objective, at its cold start; and what DONE says of that.
+    """The model, checked against task and objective, at its cold start; and what DONE says of that: the
+    digest of its weights, since another CPU comes to another cold start, whose runs are not to be paired.
 
     A run directory that began with other weights, tokenizer or problems is refused.
     """
@@ -173,7 +175,8 @@ def starting_model(
     require_room(lm, task, config)
     content = content_digest(lm, task)
     require_same_content(path, content)
-    return lm, start(lm, task, config, cfg, content, bar)
+    warm = start(lm, task, config, cfg, content, bar)
+    return lm, warm | {"starting_weights": weights_digest(lm.model)}
 
 
 def start(

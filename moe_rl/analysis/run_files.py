@@ -78,7 +78,8 @@ class CompactRun(Named):
     """A finished run, from its file.
 
     header: suite, arm, seed, config_hash, status ("done" or "collapsed"), collapse (step, censored_at,
-    reason), config, command, versions, git_commit, git_dirty.  table: column `step` and those of COLUMNS and
+    reason), starting_weights (a digest; null where DONE does not say), config, command, versions, git_commit,
+    git_dirty.  table: column `step` and those of COLUMNS and
     EVALS that the run logged, with `tokens/trained` and `tokens/unclipped` of each step (response tokens in
     its updates, once an epoch; of these, the ones whose gradient was not clipped away).
     """
@@ -124,6 +125,7 @@ def compact(run: Run, suite: str) -> CompactRun | None:
             "censored_at": outcome.censored_at,
             "reason": outcome.reason,
         },
+        "starting_weights": run.summary.get("starting_weights"),
         "config": run.config,
         **{key: environment.get(key) for key in ("command", "versions", "git_commit", "git_dirty")},
     }
@@ -175,10 +177,44 @@ def read_compact(path: Path) -> CompactRun:
     return run
 
 
+def commands_in(folder: Path) -> set[tuple[str, ...]]:
+    """The overrides of the command behind every table of a run or a measurement in `folder`."""
+    found = set()
+    for path in folder.glob("*.csv"):
+        try:
+            header = json.loads(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+            found.add(tuple(header["command"])[3:])  # after python -m <module>
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} does not say which command made it: {error}") from error
+    return found
+
+
 def read_all(folder: Path) -> list[CompactRun]:
-    """Every run below `folder`, sorted by suite, arm and seed."""
+    """Every run below `folder`, sorted by suite, arm and seed. Raises StoreError as `require_one_start`."""
     runs = [read_compact(path) for path in sorted(folder.glob("*/*.csv"))]
+    require_one_start(runs)
     return sorted(runs, key=lambda run: (run.suite, run.arm, run.header["config_hash"], run.seed))
+
+
+def require_one_start(runs: Iterable[CompactRun]) -> None:
+    """Raise StoreError where two runs of a suite and seed have one cold start by their configuration, and
+    started from different weights: they were made on different machines, and are no pair."""
+    first: dict[str, CompactRun] = {}
+    for run in runs:
+        if run.header.get("starting_weights") is None:
+            continue
+        start = {key: run.config.get(key) for key in ("model", "task", "cold_start", "device", "threads")}
+        limits = {
+            key: (run.config.get("rollout") or {}).get(key) for key in ("temperature", "max_new_tokens")
+        }
+        key = json.dumps([run.suite, run.seed, start, limits], sort_keys=True)
+        other = first.setdefault(key, run)
+        if other.header["starting_weights"] != run.header["starting_weights"]:
+            raise StoreError(
+                f"{other.id} and {run.id} would be paired, but their cold starts differ: another CPU comes to "
+                "another one. Make all runs of a seed on one machine: remove one of the two tables and run "
+                "its block again there"
+            )
 
 
 def export(runs: Iterable[Run], suite: str, folder: Path) -> list[Path]:

@@ -187,10 +187,7 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
 
     A path may hold other weights or an edited file the next day under the same configuration.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model_tensors(lm.model).items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    digest = _digest_of(lm.model)
     digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
     for split in (task.train, task.test, task.warmup):
         for index in range(64):
@@ -199,6 +196,19 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
                 for turn in problem.turns:
                     digest.update(f"{turn.prompt}\0{turn.answer}\0".encode())
     return digest.hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """32 hex digits of every weight, by name and bit."""
+    return _digest_of(model).hexdigest()
+
+
+def _digest_of(model: nn.Module) -> hashlib.blake2b:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model_tensors(model).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest
 
 
 def require_same_content(directory: Path, content: str) -> None:

@@ -64,3 +64,22 @@ def test_a_file_in_the_place_of_another_is_refused(make_run, tmp_path: Path) -> 
     path.rename(moved)
     with pytest.raises(StoreError, match="it says that it is fig1/grpo-"):
         read_compact(moved)
+
+
+def test_runs_of_a_seed_start_from_one_cold_start(make_run, tmp_path: Path) -> None:
+    """Two machines' arms are no pair; another seed, another model, or a table that does not say are."""
+    out = tmp_path / "out"
+
+    def add(name: str, weights: str | None, **options) -> None:
+        summary = {} if weights is None else {"starting_weights": weights}
+        export([make_run(name, summary=summary, **options)], "s", out)
+
+    add("a", "one")
+    add("b", "one", arm="gspo")
+    add("c", "two", seed=1)
+    add("d", "three", model={"name": "dense"})
+    add("e", None, arm="ppo")
+    assert len(read_all(out)) == 5
+    add("f", "two", arm="dpo")
+    with pytest.raises(StoreError, match=r"s/dpo-\w+-seed0 and s/grpo-\w+-seed0 would be paired, but their"):
+        read_all(out)
