@@ -204,16 +204,15 @@ def require_one_start(runs: Iterable[CompactRun]) -> None:
         if run.header.get("starting_weights") is None:
             continue
         start = {key: run.config.get(key) for key in ("model", "task", "cold_start", "device", "threads")}
-        limits = {
-            key: (run.config.get("rollout") or {}).get(key) for key in ("temperature", "max_new_tokens")
-        }
-        key = json.dumps([run.suite, run.seed, start, limits], sort_keys=True)
+        rollout = run.config.get("rollout") or {}
+        start |= {key: rollout.get(key) for key in ("temperature", "max_new_tokens")}
+        key = json.dumps([run.suite, run.seed, start], sort_keys=True)
         other = first.setdefault(key, run)
         if other.header["starting_weights"] != run.header["starting_weights"]:
             raise StoreError(
-                f"{other.id} and {run.id} would be paired, but their cold starts differ: another CPU comes to "
-                "another one. Make all runs of a seed on one machine: remove one of the two tables and run "
-                "its block again there"
+                f"{other.id} and {run.id} would be paired, but their cold starts differ: another CPU comes "
+                "to another one. Make all runs of a seed on one machine: remove one of the two tables and "
+                "run its block again there"
             )
 
 
