@@ -8,10 +8,11 @@
     python -m experiments.evidence export runs=outputs/x suite=search
 
 A block runs sweeps of `experiments.train`, below outputs/evidence/<size>/, and then writes the table of every
-run that has ended to <results>/runs/<suite>/; those of `experiments.measure_noise` go to <results>/measured/.
-What is there already is not run again, and a block that is stopped continues with the same command, on
-another machine too: a sweep whose runs all have their tables is over. Results of size=full are in
-experiments/results/, those of size=quick below outputs/. Claims and figures are made from the tables alone.
+run that has ended to <results>/runs/<suite>/; those of `measure_noise` and `measure_cost` go to
+<results>/measured/. What is there already is not run again, and a block that is stopped continues with the
+same command, on another machine too: a sweep whose runs all have their tables is over. Results of size=full
+are in experiments/results/, those of size=quick below outputs/. Claims and figures are made from the tables
+alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from importlib import import_module
 from pathlib import Path
 
 from experiments.blocks import SIZES, Block, Overrides, read_blocks, runs_of
+from experiments.footprint import SUITE as PUBLISHED_SUITE
+from experiments.footprint import published_statements
 from moe_rl.analysis.claims_warning import SUITE as WARNING
 from moe_rl.analysis.evidence_report import claim_table, claims_alone, insert_table, write_evidence
 from moe_rl.analysis.measured_files import export_measured
@@ -34,7 +37,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 LIMIT_S = 38 * 60.0  # no sweep of a block begins later, so that the block ends within 45 minutes
 # How the runs of a command become small tables, and in which folder of the results these are.
-EXPORTS = {"train": (export, "runs"), "measure_noise": (export_measured, "measured")}
+EXPORTS = {
+    "train": (export, "runs"),
+    "measure_noise": (export_measured, "measured"),
+    "measure_cost": (export_measured, "measured"),
+}
 USAGE = (
     "expected: python -m experiments.evidence size=quick|full [block=NAME] | list | build | "
     "export runs=DIR[,DIR or GLOB...] suite=NAME"
@@ -132,7 +139,7 @@ def export_runs(options: dict[str, str]) -> None:
 
 def build() -> None:
     """Table, figures and the README's table from the committed tables of runs."""
-    rows = write_evidence(RESULTS, commands())
+    rows = write_evidence(RESULTS, commands(), published_statements())
     claims = claims_alone(rows)
     more = f"\n{len(rows) - len(claims)} further measurements: [claims.md](experiments/results/claims.md).\n"
     insert_table(ROOT / "README.md", claim_table(claims, commands()) + more)
@@ -141,7 +148,10 @@ def build() -> None:
 
 def commands() -> dict[str, str]:
     """How the runs of each suite are made."""
-    found = {WARNING: "python -m experiments.evidence build"}  # made of the runs of all suites
+    found = {
+        WARNING: "python -m experiments.evidence build",  # made of the runs of all suites
+        PUBLISHED_SUITE: "python -m experiments.footprint",
+    }
     for block in read_blocks("full").values():
         more = f"make evidence size=full block={block.name}"
         found[block.suite] = f"{found[block.suite]} && {more}" if block.suite in found else more

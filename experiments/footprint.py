@@ -11,12 +11,16 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from moe_rl.analysis.claims_cost import CLAIM, SOURCE
+from moe_rl.analysis.evidence import Statement
 from moe_rl.analysis.markdown import markdown_table
 from moe_rl.models.footprint import footprint
 from moe_rl.models.published import PUBLISHED, published_config
 
 LENGTHS = (1_024, 4_096, 16_384, 32_768, 131_072)
 RESPONSES = 4_096  # a rollout batch of 256 prompts x 16
+LONG = 32_768  # tokens of a response in the claim table
+SUITE = "footprint"
 
 
 def main() -> None:
@@ -68,6 +72,25 @@ def length_table(lengths: Sequence[int], responses: int) -> pd.DataFrame:
             columns = {f"{n:,}": responses * size / 1e9 for n, size in zip(lengths, held, strict=True)}
             rows.append({"model": name.split("/")[1], "trace": kind} | columns)
     return pd.DataFrame(rows)
+
+
+def published_statements() -> list[Statement]:
+    """A row of the claim table for each model: what its routing weighs, from its config."""
+    return [
+        Statement(
+            CLAIM,
+            SOURCE,
+            SUITE,
+            f"{model['model']} ({model['MoE layers']} MoE layers, {model['K']} of {model['E']} experts): "
+            f"{model['trace']} bytes a token in memory, {model['ordered']:.1f} in a file, "
+            f"{model['sets']:.1f} as sets, {model['sets / KV']:.2%} of its KV cache in bfloat16; a batch of "
+            f"{RESPONSES:,} responses of {LONG:,} tokens: {RESPONSES * LONG * model['sets'] / 1e9:.0f} to "
+            f"{RESPONSES * LONG * model['trace'] / 1e9:.0f} GB",
+            "computed",
+            "1 model",
+        )
+        for model in model_table().to_dict("records")
+    ]
 
 
 def markdown(table: pd.DataFrame, digits: int) -> str:

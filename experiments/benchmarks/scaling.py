@@ -12,7 +12,6 @@ with its model loaded.
 from __future__ import annotations
 
 import tempfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from experiments.benchmarks.fresh import in_fresh_process
 from experiments.benchmarks.memory import rise_mib
 from experiments.benchmarks.pairs import Ratio
 from experiments.benchmarks.results import Report, Table, arguments, publish
-from experiments.benchmarks.scene import Enough, make_scene, run_loop
-from moe_rl.tasks import Problem
+from experiments.benchmarks.scene import CoinFlips, Enough, make_scene, run_loop
 
 PHASES = ("rollout", "old_policy", "update", "drift", "total")
 AXES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -33,19 +31,6 @@ AXES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 QUICK_AXES = {"layers": ("model.config.num_hidden_layers", (1, 2))}
 COLUMNS = ("", *(f"{phase}, s" for phase in PHASES), "response tokens a second", "extra memory, MiB")
-
-
-class CoinFlips:
-    """The sorting task with rewards that a random policy earns too: there is something to learn from."""
-
-    def __init__(self, task: Any) -> None:
-        self._task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def reward(self, problem: Problem, response_text: str) -> float:
-        return float(zlib.crc32(response_text.encode()) % 2)
 
 
 def main() -> None:

@@ -102,6 +102,24 @@ def arms(suite: str, runs: Runs) -> Iterator[Statement]:
         )
 
 
+def capacity(suite: str, runs: Runs) -> Iterator[Statement]:
+    """What forcing experts costs in accuracy: held-out, decoded natively, replay against GRPO."""
+    found = arms_of(runs)
+    forced = [arm for arm in ("grpo+replay", "grpo+rollout_replay") if arm in found and "grpo" in found]
+    rows = [difference(arm, "grpo", found, final_greedy) for arm in forced]
+    for row, p in zip(rows, holm([row.test.p for row in rows]), strict=True):
+        yield Statement(
+            "Routing Replay may limit the model's capacity",
+            "§5.3",
+            suite,
+            f"final greedy accuracy, {row.arm} − grpo: {shown_difference(row)} ({shown_p(p)}{limit(row)}: "
+            f"{says(p)}); grpo {shown_summary(summary_of(found['grpo'], final_greedy))}",
+            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+            f"{row.n} pairs",
+            ids(found[row.arm], found["grpo"]),
+        )
+
+
 def survival(suite: str, runs: Runs) -> Iterator[Statement]:
     """Kaplan–Meier of GRPO and GSPO at the last step that all of their runs were planned for."""
     for arm, group in arms_of(runs).items():
@@ -243,7 +261,7 @@ Section = Callable[[str, Runs], Iterator[Statement]]
 # Which statements are made of a suite, by the beginning of its name.
 SECTIONS: dict[str, tuple[Section, ...]] = {
     "fig1_longer": (longer,),
-    "fig1": (drift, arms, survival, clipping, efficiency),
+    "fig1": (drift, arms, capacity, survival, clipping, efficiency),
     "fig2": (clip_ranges,),
     "search": (regimes, rates),
     "intervention": (intervention,),

@@ -8,10 +8,12 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.analysis.claims import statements
+from moe_rl.analysis.claims_cost import cost_statements
 from moe_rl.analysis.claims_noise import noise_statements
+from moe_rl.analysis.cost_figures import cost_figures
 from moe_rl.analysis.evidence import Statement, final_greedy, final_reward, mean_of
 from moe_rl.analysis.evidence_figures import draw_all
-from moe_rl.analysis.measured_files import read_measured
+from moe_rl.analysis.measured_files import Measured, read_measured
 from moe_rl.analysis.noise_figures import noise_figures
 from moe_rl.analysis.report import write_csv, write_png
 from moe_rl.analysis.run_files import CompactRun, read_all
@@ -22,24 +24,45 @@ BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 HEAD = "| claim | what we measured | interval | n | command |\n|---|---|---|---|---|\n"
 
 
-def write_evidence(results: Path, commands: Mapping[str, str]) -> list[Statement]:
+# What is made of measurements, by the command that made them.
+STATEMENTS = {"measure_noise": noise_statements, "measure_cost": cost_statements}
+FIGURES = {"measure_noise": noise_figures, "measure_cost": cost_figures}
+
+
+def write_evidence(
+    results: Path, commands: Mapping[str, str], computed: Sequence[Statement] = ()
+) -> list[Statement]:
     """Make claims.md, claims.csv, runs.csv and figures/*.png in `results` from results/runs and
     results/measured.
 
-    `commands`: how the runs of each suite are made, for the table. Raises StoreError without any file.
+    `commands`: how the runs of each suite are made, for the table. `computed`: statements that need no run,
+    for its end. Raises StoreError without any file.
     """
     runs, measured = read_all(results / "runs"), read_measured(results / "measured")
     if not runs and not measured:
         raise StoreError(f"{results / 'runs'} holds no tables of runs: run a block first")
-    rows = [*statements(runs), *noise_statements(measured)]
+    by_command = {
+        name: [one for one in measured if made_by(one) == f"experiments.{name}"] for name in STATEMENTS
+    }
+    rows = [*statements(runs)]
+    figures = draw_all(runs)
+    for name, group in by_command.items():
+        rows += STATEMENTS[name](group)
+        figures |= FIGURES[name](group)
+    rows += computed
     with writing(results):
         (results / "figures").mkdir(parents=True, exist_ok=True)
-    for name, figure in (draw_all(runs) | noise_figures(measured)).items():
+    for name, figure in figures.items():
         write_png(figure, results / "figures" / f"{name}.png")
     write_csv(claim_frame(rows, commands), results / "claims.csv")
     write_csv(run_frame(runs), results / "runs.csv")
     write_atomic(results / "claims.md", claims_page(rows, commands))
     return rows
+
+
+def made_by(measured: Measured) -> str:
+    """The module of the command behind a measurement."""
+    return str((measured.header.get("command") or ["", "", ""])[2])
 
 
 def claim_table(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:

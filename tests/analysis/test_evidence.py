@@ -116,6 +116,9 @@ def test_paired_differences_and_their_tests(fig1: list[CompactRun]) -> None:
     replay = row(fig1, "final reward, grpo+replay − grpo:")
     assert "+0 (p = 1.000" in replay.measured
     assert len(replay.runs) == 12 and replay.runs[0].startswith("fig1_sort/grpo+replay-")
+    forced = row(fig1, "final greedy accuracy, grpo+replay − grpo:")
+    assert "+0 (p = 1.000" in forced.measured and forced.measured.endswith("grpo 0.425")
+    assert (forced.claim, forced.source) == ("Routing Replay may limit the model's capacity", "§5.3")
 
 
 def test_enough_seeds_let_a_difference_be_claimed() -> None:

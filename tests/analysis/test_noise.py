@@ -72,6 +72,7 @@ def made(seed: int, **changes: Any) -> Measured:
         "seed": seed,
         "config_hash": config_hash(config),
         "config": config,
+        "command": ["python", "-m", "experiments.measure_noise"],
     }
     return Measured(header, pd.DataFrame(rows(seed)))
 

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from experiments import blocks, evidence
 from experiments.blocks import Block, collapsed_runs, continued, read_blocks, runs_of, starts
 from experiments.config import build_objective, register, train_config
+from experiments.cost_config import register_cost
 from experiments.launch import CONF
 from experiments.noise_config import register_noise
 from moe_rl.analysis.run_files import compact, read_all
@@ -40,6 +41,7 @@ def jobs_of(sweeps):
 def test_every_sweep_composes_into_runs_of_its_suite(block):
     register()
     register_noise()
+    register_cost()
     sweeps = block.sweeps or [["experiment=recovery", "model.path=x", *t] for t in block.treatments]
     with initialize_config_dir(CONF, version_base="1.3"):
         for overrides in jobs_of(sweeps):
