@@ -17,7 +17,13 @@ from moe_rl.analysis.evidence import (
     summary_of,
 )
 from moe_rl.analysis.recovery import outcomes
-from moe_rl.analysis.regimes import dose_pairs, matched_controls, rates_of, regime_differences
+from moe_rl.analysis.regimes import (
+    dose_effects,
+    dose_pairs,
+    matched_controls,
+    rates_of,
+    regime_differences,
+)
 from moe_rl.analysis.run_files import CompactRun
 from moe_rl.analysis.statistics import holm, proportion
 
@@ -82,6 +88,20 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
             shown_range(row.summary.low, row.summary.high, row.n, signed=True),
             f"{row.n} pairs",
             ids(pair.alone, pair.replayed),
+        )
+    effects = dose_effects(runs)
+    adjusted = holm([effect.difference.test.p for effect in effects])
+    for effect, p in zip(effects, adjusted, strict=True):
+        row = effect.difference
+        yield Statement(
+            "changed experts break token ratios, and sequence ratios do not mind them",
+            "§5.3",
+            suite,
+            f"{effect.objective}: final reward with {100 * effect.dose:g} % of experts changed in the ratio "
+            f"pass − with none (replay) {shown_difference(row)} ({shown_p(p)}{limit(row)}: {says(p)})",
+            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
+            f"{row.n} pairs",
+            ids(effect.runs),
         )
     controls = matched_controls(runs)
     adjusted = holm([control.difference.test.p for control in controls])

@@ -117,6 +117,36 @@ def dose_pairs(runs: Sequence[CompactRun]) -> list[Dose]:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """At one share of experts changed in the ratio pass alone, minus none changed; of one objective."""
+
+    objective: str
+    dose: float
+    difference: Difference
+    runs: tuple[CompactRun, ...]
+
+
+def dose_effects(runs: Sequence[CompactRun]) -> list[Effect]:
+    """What changed experts do to each objective, where it has runs at dose 0 too."""
+    cells: dict[str, dict[float, list[CompactRun]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        dose = dose_of(run)
+        if dose is not None and not replayed(run):
+            cells[objective_of(run)][dose].append(run)
+    return [
+        Effect(
+            name,
+            dose,
+            difference("changed", "none", {"changed": group, "none": doses[0.0]}, final_reward),
+            (*group, *doses[0.0]),
+        )
+        for name, doses in sorted(cells.items())
+        for dose, group in sorted(doses.items())
+        if dose and 0.0 in doses
+    ]
+
+
+@dataclass(frozen=True)
 class Control:
     """A comparison of an intervention with its control, in words."""
 

@@ -17,7 +17,7 @@ from moe_rl.analysis.evidence import arms_of, final_reward, reward_at_unclipped
 from moe_rl.analysis.evidence_figures import draw_all, iqm_bands, step_curves, token_curves
 from moe_rl.analysis.evidence_report import BEGIN, END, insert_table, write_evidence
 from moe_rl.analysis.recovery import outcomes
-from moe_rl.analysis.regimes import dose_pairs, matched_controls, regime_differences
+from moe_rl.analysis.regimes import dose_effects, dose_pairs, matched_controls, regime_differences
 from moe_rl.analysis.run_files import CompactRun, config_hash, write_compact
 from moe_rl.store import StoreError
 
@@ -209,6 +209,8 @@ def test_doses_and_controls() -> None:
             made("intervention", "grpo", seed, level(0.6), kl=0.02, intervention__expert_changes=0.2),
             made("intervention", "grpo+replay", seed, level(0.75), intervention__expert_changes=0.2),
             made("intervention", "grpo+replay", seed, level(0.8), intervention__expert_changes=0.0),
+            made("intervention", "grpo", seed, level(0.8), intervention__expert_changes=0.0),
+            made("intervention", "gspo", seed, level(0.7), intervention__expert_changes=0.2),
             made("intervention", "grpo", seed, level(0.65), kl=0.015, intervention__log_ratio_noise=0.2),
             made("intervention", "grpo", seed, level(0.79), kl=0.002, intervention__log_ratio_noise=0.05),
         ]
@@ -219,6 +221,10 @@ def test_doses_and_controls() -> None:
     assert frozen.difference.summary.mean == pytest.approx(-0.1)
     assert "noise of 0.2 nats (KL 0.015, the nearest)" in noise.words
     assert noise.difference.summary.mean == pytest.approx(-0.05)
+    (effect,) = dose_effects(runs)  # gspo has no dose of 0 to compare with
+    assert (effect.objective, effect.dose, effect.difference.n) == ("grpo", 0.2, 5)
+    assert effect.difference.summary.mean == pytest.approx(-0.2)
+    assert "-0.2 (p = 0.062" in row(runs, "grpo: final reward with 20 % of experts changed").measured
 
 
 def test_what_becomes_of_collapsed_runs() -> None:

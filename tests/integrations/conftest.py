@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_moe import SMALL
 
 from moe_rl.models import ModelConfig, load_model
 from moe_rl.tasks import get_task
 
 sys.path.insert(0, str(Path(__file__).parent))  # for trainers.py, which tests start processes of as well
 torch.set_num_threads(1)
+MODEL = SMALL | {"router_aux_loss_coef": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +25,6 @@ def no_telemetry(monkeypatch):
 @pytest.fixture(scope="session")
 def scene():
     """Model weights, tokenizer and prompts; `fresh()` is the same model again."""
-    from trainers import MODEL
-
     task = get_task("sort", min_length=3, max_length=6)
     lm = load_model(ModelConfig(name="small", config=MODEL), task.default_tokenizer)
     state = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}

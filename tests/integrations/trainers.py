@@ -7,21 +7,6 @@ from datasets import Dataset
 
 from moe_rl.integrations.trl import GRPOConfig, RoutingReplayGRPOTrainer
 
-MODEL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # large, so that the routing is not close to uniform
-    "router_aux_loss_coef": 0.0,
-}
 GROUP = 4
 LONGEST = 7
 OWN = ("replay", "objective", "advantages", "drift", "rollout_func", "peft_config", "callbacks")

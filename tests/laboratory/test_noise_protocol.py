@@ -5,6 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from small_moe import SMALL, OnesReward
 
 from moe_rl.laboratory.gradient_noise import minibatch_gradient
 from moe_rl.laboratory.long_responses import InRounds, chunked_logp, posed_rounds, sample_long
@@ -22,20 +23,6 @@ from moe_rl.training.signal import learning_signal
 from moe_rl.training.update import gradient_update
 
 torch.set_num_threads(1)
-MODEL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
 CONFIG = TrainConfig(
     rollout=RolloutConfig(prompts=8, responses=8, max_new_tokens=6),
     optim=OptimConfig(lr=3e-3, minibatches=4, warmup_updates=0),
@@ -43,21 +30,12 @@ CONFIG = TrainConfig(
 OPTIONS = NoiseOptions(updates=1, lengths=[4, 16, 40], responses=3, chunk=16, resamples=20)
 
 
-class Ones:
-    """Sorting, but a response earns its share of 1s, so that an untrained model earns some, unevenly."""
-
-    def __init__(self):
-        self.task = get_task("sort", min_length=4, max_length=4)
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, text):
-        return text.count("1") / max(1, len(text))
+def ones():
+    return OnesReward(get_task("sort", min_length=4, max_length=4))
 
 
 def loaded(**more):
-    return load_model(ModelConfig(name="small", config=MODEL | more), get_task("sort").default_tokenizer)
+    return load_model(ModelConfig(name="small", config=SMALL | more), get_task("sort").default_tokenizer)
 
 
 @pytest.fixture
@@ -68,7 +46,7 @@ def lm():
 @pytest.mark.parametrize("window", [None, 9])
 def test_long_responses_are_problem_after_problem_and_chunks_score_as_one_forward(window):
     lm = loaded(**({} if window is None else {"use_sliding_window": True, "sliding_window": window}))
-    task = Ones()
+    task = ones()
     posed, answer = posed_rounds(lm, task, responses=3, length=23)
     # "1234=" and back, with a stop token: 5 tokens each; 23 tokens of response take 5 rounds
     assert (answer, len(posed), posed[0].shape) == (5, 5, (3, 5))
@@ -104,7 +82,7 @@ def test_problems_of_several_lengths_are_refused(lm):
 def at_old_policy(lm, config=CONFIG):
     learner = make_learner(lm.model, get_objective("grpo"), config)
     plan = split(64, config.optim.minibatches, config.optim.microbatch)
-    groups = sample_groups(learner, lm, Ones(), 1)
+    groups = sample_groups(learner, lm, ones(), 1)
     old = old_policy_pass(learner, groups, plan)
     return learner, groups.batch, old, learning_signal(learner, groups, old, plan), plan
 
@@ -136,7 +114,7 @@ def test_replay_of_the_own_trace_changes_no_gradient_at_the_old_policy_and_some_
 @pytest.fixture
 def measured(lm):
     told = []
-    found = measure_noise(lm, Ones(), get_objective("grpo"), CONFIG, OPTIONS, told.append)
+    found = measure_noise(lm, ones(), get_objective("grpo"), CONFIG, OPTIONS, told.append)
     assert len(told) == noise_phases(OPTIONS)
     return found
 
@@ -195,11 +173,11 @@ def test_the_tables(measured):
 )
 def test_what_does_not_go_together_is_refused(lm, options, config, words):
     with pytest.raises(ValueError, match=words):
-        measure_noise(lm, Ones(), get_objective("grpo"), config, options)
+        measure_noise(lm, ones(), get_objective("grpo"), config, options)
 
 
 def test_an_update_without_any_reward_difference_is_refused(lm):
-    task = Ones()
+    task = ones()
     task.reward = lambda problem, text: 1.0
     with pytest.raises(ValueError, match="mini-batch 1 are equal, so that its update is zero"):
         measure_noise(lm, task, get_objective("grpo"), CONFIG, OPTIONS)
@@ -207,4 +185,4 @@ def test_an_update_without_any_reward_difference_is_refused(lm):
 
 def test_an_objective_with_needs_of_its_own_is_refused(lm):
     with pytest.raises(ValueError, match=r"PPO needs .*'values_BT'"):
-        measure_noise(lm, Ones(), get_objective("ppo"), CONFIG, OPTIONS)
+        measure_noise(lm, ones(), get_objective("ppo"), CONFIG, OPTIONS)

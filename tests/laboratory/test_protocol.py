@@ -5,6 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from small_moe import SMALL, OnesReward
 
 from moe_rl.laboratory import protocol
 from moe_rl.laboratory.observe import RoutedPass, observe
@@ -21,20 +22,6 @@ from moe_rl.training.config import EvaluationConfig, OptimConfig, RolloutConfig,
 from moe_rl.training.loop import train
 
 torch.set_num_threads(1)
-MODEL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
 CONFIG = TrainConfig(
     steps=1,
     rollout=RolloutConfig(prompts=4, responses=4, max_new_tokens=6),
@@ -44,27 +31,18 @@ CONFIG = TrainConfig(
 QUICK = DriftOptions(floor=False, reasons=False, resamples=20)
 
 
-class Ones:
-    """Sorting, but a response earns its share of 1s, so that an untrained model earns some, unevenly."""
-
-    def __init__(self):
-        self.task = get_task("sort", min_length=3, max_length=5)
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, text):
-        return text.count("1") / max(1, len(text))
+def ones():
+    return OnesReward(get_task("sort", min_length=3, max_length=5))
 
 
 @pytest.fixture
 def lm():
-    return load_model(ModelConfig(name="small", config=MODEL), get_task("sort").default_tokenizer)
+    return load_model(ModelConfig(name="small", config=SMALL), get_task("sort").default_tokenizer)
 
 
 def measured(lm, config=CONFIG, options=QUICK):
     told = []
-    found = measure(lm, Ones(), get_objective("grpo"), config, options, told.append)
+    found = measure(lm, ones(), get_objective("grpo"), config, options, told.append)
     assert len(told) == phases(config, options)
     return found
 
@@ -130,7 +108,7 @@ def test_it_takes_the_updates_of_the_training_loop(lm, tmp_path, steps):
     after = {name: tensor.clone() for name, tensor in lm.model.state_dict().items()}
     lm.model.load_state_dict(start)
     with RunStore.open(tmp_path, {"seed": 0}) as store:
-        train(lm, Ones(), get_objective("grpo"), config, store)
+        train(lm, ones(), get_objective("grpo"), config, store)
     assert not torch.equal(after["lm_head.weight"], start["lm_head.weight"])
     for name, tensor in lm.model.state_dict().items():
         assert torch.equal(tensor, after[name]), name
@@ -196,19 +174,19 @@ def test_two_causes_by_hand():
 
 
 def test_what_cannot_be_measured_is_said(lm):
-    class Zeros(Ones):
+    class Zeros(OnesReward):
         def reward(self, problem, text):
             return 0.0
 
     with pytest.raises(ValueError, match="rewards of every group are equal"):
-        measure(lm, Zeros(), get_objective("grpo"), CONFIG, QUICK)
+        measure(lm, Zeros(get_task("sort", min_length=3, max_length=5)), get_objective("grpo"), CONFIG, QUICK)
     with pytest.raises(ValueError, match="refill"):
         measured(lm, replace(CONFIG, rollout=replace(CONFIG.rollout, refill=1)))
     with pytest.raises(ValueError, match="precision"):
         measured(lm, options=DriftOptions(precision="float16"))
     dense = {
         k: v
-        for k, v in MODEL.items()
+        for k, v in SMALL.items()
         if "expert" not in k and k not in ("norm_topk_prob", "moe_intermediate_size")
     }
     dense_lm = load_model(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_moe import SMALL, OnesReward
 
 from moe_rl.models import LanguageModel, ModelConfig, load_model
 from moe_rl.objectives import get_objective
@@ -13,21 +14,6 @@ from moe_rl.training.config import EvaluationConfig, OptimConfig, RolloutConfig,
 from moe_rl.training.loop import train
 
 torch.set_num_threads(1)
-
-SMALL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # large, so that the routing is not close to uniform
-}
 
 
 @pytest.fixture
@@ -48,19 +34,6 @@ def dense_lm(task) -> LanguageModel:
         if "expert" not in k and k not in ("norm_topk_prob", "moe_intermediate_size")
     }
     return load_model(ModelConfig(name="dense", architecture="qwen3", config=fields), task.default_tokenizer)
-
-
-class OnesReward:
-    """The share of 1s in a response: an untrained model earns some, unevenly."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, text):
-        return text.count("1") / max(1, len(text))
 
 
 @pytest.fixture
