@@ -198,8 +198,7 @@ def doses(runs: Runs) -> Figure | None:
     dress(ax, panel)
     kinds = {
         name + (" (replayed: in both passes)" if both else " (in the ratio pass alone)"): (name, both)
-        for name in sorted({objective_of(run) for run in having})
-        for both in (False, True)
+        for name, both in sorted({(objective_of(run), replayed(run)) for run in having})
     }
     look = looks(list(kinds))
     for label, (name, both) in kinds.items():
