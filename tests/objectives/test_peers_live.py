@@ -53,7 +53,9 @@ def test_the_peer_still_gives_the_stored_values(peer, golden_module):
         cases = json.loads(json.dumps(getattr(live, kind)))
         assert len(cases) == len(expected)
         for case, known in zip(cases, expected, strict=True):
-            assert case.pop("counts") == pytest.approx(known.pop("counts"), rel=1e-12, abs=1e-12)
+            for numbers in ("counts", "reported"):  # another CPU differs in the last digit
+                found, stored_ones = case.pop(numbers, {}), known.pop(numbers, {})
+                assert found == pytest.approx(stored_ones, rel=1e-12, abs=1e-12)
             assert case == known
 
 
