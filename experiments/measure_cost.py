@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,7 +32,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.benchmarks.fresh import in_fresh_process
 from experiments.benchmarks.memory import rise_mib
 from experiments.benchmarks.pairs import Ratio, rounds
 from experiments.benchmarks.scene import NEVER, CoinFlips, Enough, Scene, run_loop
@@ -157,9 +158,22 @@ def timed(loop: Stepper[Record]) -> Record:
 def memory_rows(words: Sequence[str], length: int) -> list[Row]:
     """MiB by which a first step's peak passes what the process held with its model, each in a fresh one."""
     return [
-        row(name, "memory/mib", length, Ratio.exactly(in_fresh_process(memory_of, words, source, length)), 1)
+        row(name, "memory/mib", length, Ratio.exactly(in_own_process(words, source, length)), 1)
         for name, source in SOURCES.items()
     ]
+
+
+def in_own_process(words: Sequence[str], source: str | None, length: int) -> float:
+    """`memory_of` in a new interpreter: a sweep's worker has no main module that multiprocessing could take."""
+    call = f"print(memory_of({list(words)!r}, {source!r}, {length!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from experiments.measure_cost import memory_of; {call}"],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"measuring memory failed: {done.stderr.strip()}")
+    return float(done.stdout.split()[-1])
 
 
 def memory_of(words: Sequence[str], source: str | None, length: int) -> float:
