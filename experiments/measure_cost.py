@@ -164,7 +164,7 @@ def memory_rows(words: Sequence[str], length: int) -> list[Row]:
 
 
 def in_own_process(words: Sequence[str], source: str | None, length: int) -> float:
-    """`memory_of` in a new interpreter: a sweep's worker is no process that multiprocessing starts others of."""
+    """`memory_of` in a new interpreter, since multiprocessing starts none from a worker of a sweep."""
     call = f"print(memory_of({list(words)!r}, {source!r}, {length!r}))"
     done = subprocess.run(
         [sys.executable, "-c", f"from experiments.measure_cost import memory_of; {call}"],
