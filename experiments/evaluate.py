@@ -45,8 +45,7 @@ from moe_rl.evaluation.math_set import INSTRUCTION
 from moe_rl.models import LanguageModel
 from moe_rl.store import Run, RunStore, environment, write_atomic
 from moe_rl.store.files import to_json
-from moe_rl.training.border import require_finite_weights, require_same_content
-from moe_rl.training.checkpoint import model_tensors
+from moe_rl.training.border import add_weights, require_finite_weights, require_same_content
 from moe_rl.training.precision import PRECISIONS
 
 SAMPLES = {"aime24": 32, "livecodebench": 8, "codeforces": 8}  # k of each protocol (GSPO §5.1)
@@ -179,9 +178,7 @@ def run(options: Options, path: Path) -> str:
 def content_of(options: Options, lm: LanguageModel) -> str:
     """A hash of the problems and the weights, by which an evaluation knows what it is of."""
     content = hashlib.blake2b(Path(options.path).read_bytes(), digest_size=16)
-    for name, tensor in sorted(model_tensors(lm.model).items()):
-        content.update(name.encode())
-        content.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    add_weights(content, lm.model)
     return content.hexdigest()
 
 

@@ -7,10 +7,12 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
@@ -24,7 +26,7 @@ from experiments.sweep import note_of
 from moe_rl.models import LanguageModel, load_model
 from moe_rl.objectives import Objective
 from moe_rl.store import StoreError
-from moe_rl.store.files import writing
+from moe_rl.store.files import write_atomic, writing
 from moe_rl.tasks import Task
 from moe_rl.training.border import (
     check_model,
@@ -146,6 +148,14 @@ def terminal_line() -> int:
     if hydra_config.mode != RunMode.MULTIRUN or jobs == 1:
         return 0
     return hydra_config.job.num % (jobs if jobs > 0 else os.cpu_count() or 1)
+
+
+def write_tables(path: Path, tables: Mapping[str, Sequence[dict[str, Any]]], columns: Sequence[str]) -> None:
+    """Write the rows of each table to <run directory>/tables/<name>.csv."""
+    (path / "tables").mkdir(exist_ok=True)
+    for name, rows in tables.items():
+        text = pd.DataFrame(rows, columns=list(columns)).to_csv(index=False)
+        write_atomic(path / "tables" / f"{name}.csv", text)
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import pandas as pd
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -38,12 +37,19 @@ from experiments.benchmarks.scene import NEVER, CoinFlips, Enough, Scene, run_lo
 from experiments.benchmarks.stepper import Stepper
 from experiments.config import build_objective, build_task, run_config
 from experiments.cost_config import CostConfig, cost_config, register_cost
-from experiments.launch import CONF, attempt, command, interruptible, set_up_process, terminal_line
+from experiments.launch import (
+    CONF,
+    attempt,
+    command,
+    interruptible,
+    set_up_process,
+    terminal_line,
+    write_tables,
+)
 from moe_rl.models import load_model
 from moe_rl.routing import record_routing
 from moe_rl.routing.trace_size import TraceSize
 from moe_rl.store import Run, RunStore, environment
-from moe_rl.store.files import write_atomic
 from moe_rl.training.border import check_model
 from moe_rl.training.progress import phases_bar
 
@@ -88,11 +94,9 @@ def run(cfg: DictConfig, path: Path) -> None:
                 done(f"{length} tokens: memory")
                 rows += trace_rows(cfg, length)
                 done(f"{length} tokens: trace")
-        table = pd.DataFrame(rows, columns=list(COLUMNS))
-        (path / "tables").mkdir(exist_ok=True)
-        write_atomic(path / "tables" / "cost.csv", table.to_csv(index=False))
-        found = table[(table["subject"] == "replay") & (table["metric"] == "step/ratio")]
-        store.finish({"longest": lengths[-1], "ratio_longest": float(found["value"].iloc[-1])})
+        write_tables(path, {"cost": rows}, COLUMNS)
+        ratios = [one["value"] for one in rows if (one["subject"], one["metric"]) == ("replay", "step/ratio")]
+        store.finish({"longest": lengths[-1], "ratio_longest": ratios[-1]})
 
 
 def scene_of(cfg: DictConfig, source: str | None, length: int) -> Scene:

@@ -16,7 +16,6 @@ import shlex
 from pathlib import Path
 
 import hydra
-import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.config import build_objective, build_task
@@ -29,6 +28,7 @@ from experiments.launch import (
     set_up_process,
     starting_model,
     terminal_line,
+    write_tables,
 )
 from experiments.sweep import lists_failures
 from experiments.traces import model_sizes, read_trace
@@ -37,7 +37,6 @@ from moe_rl.laboratory.offline import compare_traces
 from moe_rl.laboratory.protocol import Measurement, measure, phases
 from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
-from moe_rl.store.files import write_atomic
 from moe_rl.training.border import check_one_batch, check_together, require_gradable
 from moe_rl.training.progress import phases_bar
 
@@ -101,10 +100,7 @@ def open_store(cfg: DictConfig, path: Path) -> RunStore:
 
 def finish(store: RunStore, path: Path, found: Measurement, more: dict[str, object]) -> None:
     """Tables, traces, figures and the page, then DONE."""
-    (path / "tables").mkdir(exist_ok=True)
-    for name, rows in found.tables.items():
-        text = pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False)
-        write_atomic(path / "tables" / f"{name}.csv", text)
+    write_tables(path, found.tables, COLUMNS)
     if found.traces:
         (path / "traces").mkdir(exist_ok=True)
     for name, trace in found.traces.items():

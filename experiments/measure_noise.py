@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 import hydra
-import pandas as pd
 from omegaconf import DictConfig
 
 from experiments.config import build_objective, build_task, run_config
@@ -26,13 +25,13 @@ from experiments.launch import (
     set_up_process,
     starting_model,
     terminal_line,
+    write_tables,
 )
 from experiments.noise_config import noise_config, register_noise
 from moe_rl.laboratory.long_responses import InRounds
 from moe_rl.laboratory.noise_protocol import measure_noise, noise_phases
 from moe_rl.laboratory.rows import COLUMNS
 from moe_rl.store import Run, RunStore, environment
-from moe_rl.store.files import write_atomic
 from moe_rl.training.border import check_one_batch, check_together, require_gradable
 from moe_rl.training.progress import phases_bar
 
@@ -66,10 +65,7 @@ def run(cfg: DictConfig, path: Path) -> None:
         lm, warm = starting_model(config, cfg, path, task, objective, bar)
         with phases_bar(f"noise seed {config.seed}", noise_phases(config.noise), bar) as done:
             measured = measure_noise(lm, task, objective, config, config.noise, done)
-        (path / "tables").mkdir(exist_ok=True)
-        for name, rows in measured.tables.items():
-            text = pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False)
-            write_atomic(path / "tables" / f"{name}.csv", text)
+        write_tables(path, measured.tables, COLUMNS)
         store.finish(measured.summary | warm)
 
 

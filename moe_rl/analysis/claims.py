@@ -18,6 +18,7 @@ from moe_rl.analysis.claims_warning import warning_statements
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (
     Statement,
+    Tested,
     arms_of,
     by_seed,
     difference,
@@ -34,6 +35,7 @@ from moe_rl.analysis.evidence import (
     shown_range,
     shown_summary,
     summary_of,
+    tested,
 )
 from moe_rl.analysis.run_files import UNCLIPPED, CompactRun
 from moe_rl.analysis.statistics import holm, paired_difference, paired_test, proportion, summarise
@@ -106,18 +108,20 @@ def capacity(suite: str, runs: Runs) -> Iterator[Statement]:
     """What forcing experts costs in accuracy: held-out, decoded natively, replay against GRPO."""
     found = arms_of(runs)
     forced = [arm for arm in ("grpo+replay", "grpo+rollout_replay") if arm in found and "grpo" in found]
-    rows = [difference(arm, "grpo", found, final_greedy) for arm in forced]
-    for row, p in zip(rows, holm([row.test.p for row in rows]), strict=True):
-        yield Statement(
-            "Routing Replay may limit the model's capacity",
-            "§5.3",
-            suite,
-            f"final greedy accuracy, {row.arm} − grpo: {shown_difference(row)} ({shown_p(p)}{limit(row)}: "
-            f"{says(p)}); grpo {shown_summary(summary_of(found['grpo'], final_greedy))}",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(found[row.arm], found["grpo"]),
-        )
+    yield from tested(
+        suite,
+        [
+            Tested(
+                "Routing Replay may limit the model's capacity",
+                "§5.3",
+                f"final greedy accuracy, {arm} − grpo:",
+                difference(arm, "grpo", found, final_greedy),
+                ids(found[arm], found["grpo"]),
+                f"; grpo {shown_summary(summary_of(found['grpo'], final_greedy))}",
+            )
+            for arm in forced
+        ],
+    )
 
 
 def survival(suite: str, runs: Runs) -> Iterator[Statement]:

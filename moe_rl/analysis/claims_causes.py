@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_rl.analysis.evidence import (
     Statement,
+    Tested,
     final_reward,
     ids,
     limit,
@@ -15,6 +16,7 @@ from moe_rl.analysis.evidence import (
     shown_range,
     shown_summary,
     summary_of,
+    tested,
 )
 from moe_rl.analysis.recovery import outcomes
 from moe_rl.analysis.regimes import (
@@ -74,48 +76,47 @@ def rates(suite: str, runs: Runs) -> Iterator[Statement]:
 
 def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
     """Routing change by hand, with and without replay; what noise of the same KL does; frozen routers."""
-    pairs = dose_pairs(runs)
-    adjusted = holm([pair.difference.test.p for pair in pairs])
-    for pair, p in zip(pairs, adjusted, strict=True):
-        row = pair.difference
-        yield Statement(
-            "token ratios of changed experts are what destabilises GRPO",
-            "§5.3",
-            suite,
-            f"{100 * pair.dose:g} % of experts changed in the ratio pass, {pair.objective}: final reward "
-            f"without − with replay of the changed experts {shown_difference(row)} "
-            f"({shown_p(p)}{limit(row)}: {says(p)})",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(pair.alone, pair.replayed),
-        )
-    effects = dose_effects(runs)
-    adjusted = holm([effect.difference.test.p for effect in effects])
-    for effect, p in zip(effects, adjusted, strict=True):
-        row = effect.difference
-        yield Statement(
-            "changed experts break token ratios, and sequence ratios do not mind them",
-            "§5.3",
-            suite,
-            f"{effect.objective}: final reward with {100 * effect.dose:g} % of experts changed in the ratio "
-            f"pass − with none (replay) {shown_difference(row)} ({shown_p(p)}{limit(row)}: {says(p)})",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(effect.runs),
-        )
-    controls = matched_controls(runs)
-    adjusted = holm([control.difference.test.p for control in controls])
-    for control, p in zip(controls, adjusted, strict=True):
-        row = control.difference
-        yield Statement(
-            control.claim,
-            "§5.3",
-            suite,
-            f"{control.words}: final reward {shown_difference(row)} ({shown_p(p)}{limit(row)}: {says(p)})",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(control.runs),
-        )
+    yield from tested(
+        suite,
+        [
+            Tested(
+                "token ratios of changed experts are what destabilises GRPO",
+                "§5.3",
+                f"{100 * pair.dose:g} % of experts changed in the ratio pass, {pair.objective}: final reward "
+                "without − with replay of the changed experts",
+                pair.difference,
+                ids(pair.alone, pair.replayed),
+            )
+            for pair in dose_pairs(runs)
+        ],
+    )
+    yield from tested(
+        suite,
+        [
+            Tested(
+                "changed experts break token ratios, and sequence ratios do not mind them",
+                "§5.3",
+                f"{effect.objective}: final reward with {100 * effect.dose:g} % of experts changed in the "
+                "ratio pass − with none (replay)",
+                effect.difference,
+                ids(effect.runs),
+            )
+            for effect in dose_effects(runs)
+        ],
+    )
+    yield from tested(
+        suite,
+        [
+            Tested(
+                control.claim,
+                "§5.3",
+                f"{control.words}: final reward",
+                control.difference,
+                ids(control.runs),
+            )
+            for control in matched_controls(runs)
+        ],
+    )
 
 
 def recovery(suite: str, runs: Runs, everything: Runs) -> Iterator[Statement]:

@@ -17,21 +17,19 @@ from moe_rl.analysis.evidence import (
     Difference,
     Measure,
     Statement,
+    Tested,
     arms_of,
     difference,
     final_reward,
     ids,
-    limit,
     mean_of,
-    says,
     shown_difference,
-    shown_p,
     shown_range,
     shown_summary,
     summary_of,
+    tested,
 )
 from moe_rl.analysis.run_files import CompactRun
-from moe_rl.analysis.statistics import holm
 from moe_rl.analysis.tables import FINAL_SHARE
 
 Runs = Sequence[CompactRun]
@@ -90,20 +88,20 @@ def compared(
     suite: str, claim: str, source: str, what: str, key: str, found: Sequence[Contrast]
 ) -> Iterator[Statement]:
     """A row for each contrast of one kind."""
-    adjusted = holm([contrast.difference.test.p for contrast in found])
-    for contrast, p in zip(found, adjusted, strict=True):
-        row = contrast.difference
-        where = f"{contrast.words}: " if contrast.words else ""
-        yield Statement(
-            claim,
-            source,
-            suite,
-            f"{where}{what}, {key}={contrast.value} − {contrast.base}: {shown_difference(row)} "
-            f"({shown_p(p)}{limit(row)}: {says(p)})",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(contrast.runs),
-        )
+    yield from tested(
+        suite,
+        [
+            Tested(
+                claim,
+                source,
+                f"{contrast.words + ': ' if contrast.words else ''}{what}, {key}={contrast.value} − "
+                f"{contrast.base}:",
+                contrast.difference,
+                ids(contrast.runs),
+            )
+            for contrast in found
+        ],
+    )
 
 
 def recompute(suite: str, runs: Runs) -> Iterator[Statement]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from moe_rl.analysis.statistics import (
     MIN_SEEDS_FOR_INTERVAL,
     PairedTest,
     Summary,
+    holm,
     paired_difference,
     paired_test,
     summarise,
@@ -165,3 +166,31 @@ def ids(*groups: Iterable[CompactRun]) -> tuple[str, ...]:
 def summary_of(runs: Iterable[CompactRun], measure: Measure) -> Summary:
     """Mean and interval of a measure over runs."""
     return summarise([measure(run) for run in runs])
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A difference to be tested among its kind: `words` go before it, `after` follows its test."""
+
+    claim: str
+    source: str
+    words: str
+    difference: Difference
+    runs: tuple[str, ...]
+    after: str = ""
+
+
+def tested(suite: str, rows: Sequence[Tested]) -> Iterator[Statement]:
+    """A statement for each difference, its p value adjusted by Holm over all of `rows`."""
+    adjusted = holm([row.difference.test.p for row in rows])
+    for row, p in zip(rows, adjusted, strict=True):
+        found = row.difference
+        yield Statement(
+            row.claim,
+            row.source,
+            suite,
+            f"{row.words} {shown_difference(found)} ({shown_p(p)}{limit(found)}: {says(p)}){row.after}",
+            shown_range(found.summary.low, found.summary.high, found.n, signed=True),
+            f"{found.n} pairs",
+            row.runs,
+        )

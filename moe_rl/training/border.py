@@ -187,7 +187,8 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
 
     A path may hold other weights or an edited file the next day under the same configuration.
     """
-    digest = _digest_of(lm.model)
+    digest = hashlib.blake2b(digest_size=16)
+    add_weights(digest, lm.model)
     digest.update(json.dumps(sorted(lm.tokenizer.get_vocab().items())).encode())
     for split in (task.train, task.test, task.warmup):
         for index in range(64):
@@ -200,15 +201,16 @@ def content_digest(lm: LanguageModel, task: Task) -> str:
 
 def weights_digest(model: nn.Module) -> str:
     """32 hex digits of every weight, by name and bit."""
-    return _digest_of(model).hexdigest()
-
-
-def _digest_of(model: nn.Module) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=16)
+    add_weights(digest, model)
+    return digest.hexdigest()
+
+
+def add_weights(digest: hashlib.blake2b, model: nn.Module) -> None:
+    """Take every weight into a hash, by name and bit."""
     for name, tensor in sorted(model_tensors(model).items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest
 
 
 def require_same_content(directory: Path, content: str) -> None:
