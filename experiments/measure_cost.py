@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from experiments.benchmarks.fresh import in_fresh_process
 from experiments.benchmarks.memory import rise_mib
 from experiments.benchmarks.pairs import Ratio, rounds
 from experiments.benchmarks.scene import NEVER, CoinFlips, Enough, Scene, run_loop
@@ -57,6 +56,7 @@ SOURCES = {"none": None, "replay": "old_policy", "rollout_replay": "rollout"}
 PHASES = ("rollout", "old_policy", "update")
 COLUMNS = ("subject", "metric", "at", "value", "low", "high", "n", "unit")
 SEQUENCES = 4  # of the trace whose bytes are counted
+MEMORY_OF = "experiments.measure_cost:memory_of"
 LEARNING_RATE = 1e-6  # all sides stay the policy that they are
 Row = dict[str, Any]
 Record = dict[str, Any]
@@ -162,22 +162,15 @@ def timed(loop: Stepper[Record]) -> Record:
 def memory_rows(words: Sequence[str], length: int) -> list[Row]:
     """MiB by which a first step's peak passes what the process held with its model, each in a fresh one."""
     return [
-        row(name, "memory/mib", length, Ratio.exactly(in_own_process(words, source, length)), 1)
+        row(
+            name,
+            "memory/mib",
+            length,
+            Ratio.exactly(in_fresh_process(MEMORY_OF, list(words), source, length)),
+            1,
+        )
         for name, source in SOURCES.items()
     ]
-
-
-def in_own_process(words: Sequence[str], source: str | None, length: int) -> float:
-    """`memory_of` in a new interpreter, since multiprocessing starts none from a worker of a sweep."""
-    call = f"print(memory_of({list(words)!r}, {source!r}, {length!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"from experiments.measure_cost import memory_of; {call}"],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"measuring memory failed: {done.stderr.strip()}")
-    return float(done.stdout.split()[-1])
 
 
 def memory_of(words: Sequence[str], source: str | None, length: int) -> float:

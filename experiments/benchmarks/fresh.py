@@ -1,18 +1,21 @@
-"""One call in a process of its own, whose memory nothing before it has touched."""
+"""One call in a new interpreter, whose memory nothing before it has touched."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+import json
+import subprocess
+import sys
+from typing import Any
 
-T = TypeVar("T")
+CALL = "import json, sys; from {module} import {name}; print(json.dumps({name}(*json.loads(sys.argv[1]))))"
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
-    """`function(*arguments)`, a function of a module; the libraries are imported once for all such calls."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, *arguments).result()
+def in_fresh_process(function: str, *arguments: Any) -> Any:
+    """The result of `module:name` on `arguments`, all of them JSON; from a worker of a sweep too, where
+    multiprocessing starts nothing. Raises RuntimeError with what a call that failed said."""
+    module, name = function.split(":")
+    code = CALL.format(module=module, name=name)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{function} failed: {done.stderr.strip()}")
+    return json.loads(done.stdout.splitlines()[-1])

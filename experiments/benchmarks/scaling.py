@@ -12,6 +12,7 @@ with its model loaded.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ AXES: dict[str, tuple[str, tuple[int, ...]]] = {
     "response length": ("rollout.max_new_tokens", (14, 32, 64, 128)),
     "responses a group": ("rollout.responses", (4, 8, 16, 32)),
 }
+SOME_STEPS = "experiments.benchmarks.scaling:some_steps"
 QUICK_AXES = {"layers": ("model.config.num_hidden_layers", (1, 2))}
 COLUMNS = ("", *(f"{phase}, s" for phase in PHASES), "response tokens a second", "extra memory, MiB")
 
@@ -51,13 +53,13 @@ def measure(*, quick: bool) -> Report:
     for axis, (key, values) in (QUICK_AXES if quick else AXES).items():
         rows: list[list[str | float]] = []
         for value in values:
-            records, memory = in_fresh_process(some_steps, (*base, f"{key}={value}"), steps)
+            records, memory = in_fresh_process(SOME_STEPS, [*base, f"{key}={value}"], steps)
             rows.append([str(value), *summary(records), memory])
         report.tables.append(Table(f"Against {axis}", (axis, *COLUMNS[1:]), rows))
     return report
 
 
-def some_steps(overrides: tuple[str, ...], steps: int) -> tuple[list[dict[str, Any]], float]:
+def some_steps(overrides: Sequence[str], steps: int) -> tuple[list[dict[str, Any]], float]:
     """The records of some steps, and the memory they took in MiB."""
     scene = make_scene("arm=grpo_replay", *overrides, cold=False)
     # An id that the model does not have: no response stops before its last token.

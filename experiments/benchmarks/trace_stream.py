@@ -39,8 +39,10 @@ def measure(*, quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as directory:
         for length in LENGTHS[:2] if quick else LENGTHS:
             path = Path(directory) / str(length)
-            writing = in_fresh_process(memory_of_writing, path, length)
-            reading = in_fresh_process(memory_of_reading, path, length)
+            writing, reading = (
+                in_fresh_process(f"experiments.benchmarks.trace_stream:memory_of_{what}", str(path), length)
+                for what in ("writing", "reading")
+            )
             int32 = 4 * length * topology.layers * topology.top_k / 2**20
             disk = sum(file.stat().st_size for file in path.iterdir()) / 2**20
             cells.append([f"{length:,}", int32, disk, writing, reading])
@@ -61,18 +63,18 @@ def measure(*, quick: bool) -> Report:
     return report
 
 
-def memory_of_writing(path: Path, length: int) -> float:
+def memory_of_writing(path: str, length: int) -> float:
     """MiB."""
     chunk = random_trace(TOPOLOGIES[0], 1, CHUNK)
     return rise_mib(lambda: write(path, chunk, length))
 
 
-def memory_of_reading(path: Path, length: int) -> float:
+def memory_of_reading(path: str, length: int) -> float:
     """MiB."""
     return rise_mib(lambda: read(path, length))
 
 
-def write(path: Path, chunk: RoutingTrace, length: int) -> None:
+def write(path: str, chunk: RoutingTrace, length: int) -> None:
     with TraceWriter(
         path,
         chunk.layer_ids,
@@ -86,7 +88,7 @@ def write(path: Path, chunk: RoutingTrace, length: int) -> None:
             writer.append(chunk)
 
 
-def read(path: Path, length: int) -> None:
+def read(path: str, length: int) -> None:
     rows = sum(int(trace.valid.sum()) for trace in TraceStream(path))
     if rows != length:
         raise SystemExit(f"expected {length} rows on disk, read {rows}")
