@@ -12,18 +12,21 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from moe_rl.analysis.comparison import setting
+from moe_rl.analysis.early_warning import decline
 from moe_rl.analysis.run_files import CompactRun, compact
 from moe_rl.store import Run, find_runs
 
 BLOCKS = Path(__file__).resolve().parents[1] / "conf" / "evidence.yaml"
 SIZES = ("quick", "full")
 Overrides = list[str]
+Source = tuple[Run, CompactRun]  # a run that others start from: its directory and its numbers
 
 
 @dataclass(frozen=True)
 class Block:
     """One block. `entry`: the command of `experiments` that its sweeps are of; `from_suite`: its runs start
-    from the collapsed runs of another suite."""
+    from the runs of another suite, up to `at_most` collapsed ones with each of `treatments` and as many
+    healthy ones with none. `{seed}` in a treatment is the seed of the run that it starts from."""
 
     name: str
     suite: str
@@ -44,10 +47,17 @@ class Block:
                 for sweep in self.sweeps:
                     yield [*sweep, f"seed={seeds}", *where]
             return
-        for run in collapsed_runs(output / self.from_suite, self.at_most):
+        collapsed, healthy = sources(output / self.from_suite)
+        for run, treatments in [
+            *((run, self.treatments) for run in collapsed[: self.at_most]),
+            *((run, ([],)) for run in healthy[: self.at_most] if collapsed),
+        ]:
             models = ",".join(map(str, starts(run)))
-            for treatment in self.treatments:
-                yield [*continued(run), f"model.path={models}", *treatment, *where]
+            for treatment in treatments:
+                changes = [word.format(seed=run[1].seed) for word in treatment]
+                changed = {word.split("=")[0] for word in changes}
+                kept = [word for word in continued(run) if word.split("=")[0] not in changed]
+                yield [*kept, f"model.path={models}", *changes, *where]
 
 
 def read_blocks(size: str) -> dict[str, Block]:
@@ -78,39 +88,44 @@ def runs_of(sweep: Overrides) -> list[Overrides]:
     return [list(chosen) for chosen in itertools.product(*words.values())]
 
 
-def collapsed_runs(folder: Path, at_most: int) -> list[tuple[Run, CompactRun]]:
-    """The first runs of GRPO below `folder` that collapsed by reward, so that they have a last model.
+def sources(folder: Path) -> tuple[list[Source], list[Source]]:
+    """The runs of GRPO below `folder` that collapsed by reward, and those that did not, by seed.
 
     Where two arms' runs of a seed are one to the last digit (R2 and R3 of the same experts) it counts once.
     """
     if not folder.exists():
-        return []
+        return [], []
     pairs = [(run, compact(run, folder.name)) for run in find_runs(folder)]
-    kept = [(run, found) for run, found in pairs if found is not None and found.collapse.reason == "reward"]
+    kept = [(run, found) for run, found in pairs if found is not None]
     kept = [pair for pair in kept if setting(pair[1], "objective.name") == "grpo"]
-    distinct: dict[tuple[float, ...], tuple[Run, CompactRun]] = {}
+    distinct: dict[tuple[float, ...], Source] = {}
     for run, found in sorted(kept, key=lambda pair: (pair[1].seed, pair[1].arm)):
         distinct.setdefault(tuple(found.steps["reward/mean"]), (run, found))
-    return list(distinct.values())[:at_most]
+    by_reason = [
+        [pair for pair in distinct.values() if pair[1].collapse.reason == why] for why in ("reward", "none")
+    ]
+    return by_reason[0], by_reason[1]
 
 
-def starts(pair: tuple[Run, CompactRun]) -> list[Path]:
-    """The collapsed model, and the last snapshot from well before the collapse, if there is one."""
-    run, found = pair
-    # the rule sees a collapse only after this many steps of it
-    late = int(setting(found, "collapse.window")) + int(setting(found, "collapse.patience"))
-    latest = (found.collapse.step or 0) - late
-    saved = [int(path.name.removeprefix("step_")) for path in (run.path / "snapshots").glob("step_*")]
-    earlier = [number for number in saved if number <= latest]
-    folders = [run.path / "final"]
-    if earlier:
-        folders.append(run.path / "snapshots" / f"step_{max(earlier)}")
-    return folders
+def starts(source: Source) -> list[Path]:
+    """The models to go on from: of a collapsed run the last one before its decline, if there is one, and the
+    first one that the rule calls collapsed; of a healthy run those of its middle, if there is one, and end.
+    """
+    run, found = source
+    saved = sorted(int(path.name.removeprefix("step_")) for path in (run.path / "snapshots").glob("step_*"))
+    onset, collapse = decline(found), found.collapse.step
+    if onset is None or collapse is None:
+        earlier, later = [number for number in saved if number <= len(found.steps) // 2], []
+    else:
+        earlier = [number for number in saved if number < onset]
+        later = [number for number in saved if number >= collapse]
+    folders = [run.path / "snapshots" / f"step_{max(earlier)}"] if earlier else []
+    return [*folders, run.path / "snapshots" / f"step_{min(later)}" if later else run.path / "final"]
 
 
-def continued(pair: tuple[Run, CompactRun]) -> Overrides:
+def continued(source: Source) -> Overrides:
     """The overrides by which a run was made, as a run of `recovery`."""
-    words: Sequence[str] = pair[1].header.get("command") or []
+    words: Sequence[str] = source[1].header.get("command") or []
     dropped = ("experiment=", "output=", "snapshot_every=", "model.", "cold_start.")
     kept = [word for word in words[3:] if not word.startswith(dropped)]
     return ["experiment=recovery", *kept]

@@ -163,7 +163,11 @@ def listing() -> str:
     lines = []
     for block in read_blocks("full").values():
         runs = len(block.seeds) * sum(len(runs_of(sweep)) for sweep in block.sweeps)
-        what = f"{runs} runs" if runs else f"from up to {block.at_most} collapsed runs of {block.from_suite}"
+        what = (
+            f"{runs} runs"
+            if runs
+            else f"from up to {block.at_most} collapsed, as many other runs of {block.from_suite}"
+        )
         lines.append(f"{block.name:16} {block.suite:16} {what:48} about {block.minutes} minutes")
     return "\n".join(lines)
 

@@ -30,6 +30,11 @@ from moe_rl.analysis.run_files import CompactRun
 from moe_rl.analysis.statistics import holm, proportion
 
 Runs = Sequence[CompactRun]
+IRREVERSIBLE = (
+    "collapse is often irreversible: rolling back, retuning the clip range, longer generation or other "
+    "queries may not recover it"
+)
+HEALTHY = "no claim: how many runs that did not collapse pass the test of recovery"
 
 
 def regimes(suite: str, runs: Runs) -> Iterator[Statement]:
@@ -120,17 +125,16 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
 
 
 def recovery(suite: str, runs: Runs, everything: Runs) -> Iterator[Statement]:
-    """How many collapsed runs come back, by what was changed."""
+    """How many collapsed runs come back, by what was changed; and how many healthy ones keep as much."""
     for outcome in outcomes(runs, everything):
         share = proportion(outcome.recovered, outcome.n)
         yield Statement(
-            "collapse is often irreversible: rolling back, retuning the clip range, longer generation or "
-            "other queries may not recover it",
+            HEALTHY if outcome.healthy else IRREVERSIBLE,
             "§1, §3",
             suite,
-            f"{outcome.words}: {share.hits} of {share.n} came back to 90 % of the best reward before "
-            "the collapse",
-            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)" if share.n else "none",
+            f"{outcome.words}: {share.hits} of {share.n} ended at 90 % or more of the reward before "
+            + ("going on" if outcome.healthy else "the decline"),
+            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)",
             str(share.n),
             ids(outcome.runs),
         )

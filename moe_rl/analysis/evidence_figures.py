@@ -213,13 +213,17 @@ def doses(runs: Runs) -> Figure | None:
 
 
 def recovery(runs: Runs, everything: Runs) -> Figure | None:
-    """Share of collapsed runs that came back, with exact 95 % intervals."""
+    """Share of runs that ended at their level before the collapse, with exact 95 % intervals."""
     found = outcomes(runs, everything)
     if not found:
         return None
     shares = [proportion(outcome.recovered, outcome.n) for outcome in found]
     rows = [Summary(s.n, s.hits / s.n, s.hits / s.n, s.low, s.high, "exact 95 % interval") for s in shares]
-    return _forest([outcome.words for outcome in found], rows, "share of collapsed runs that came back")
+    return _forest(
+        [outcome.words for outcome in found],
+        rows,
+        "share of runs that ended at 90 % of their reward before the decline",
+    )
 
 
 def forest_of(key: str, base: object, context: Sequence[str]) -> Callable[[Runs], Figure | None]:

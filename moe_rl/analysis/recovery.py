@@ -1,4 +1,10 @@
-"""What becomes of collapsed runs when they go on: from where they ended or an earlier model, with changes."""
+"""What becomes of collapsed runs when they go on: from a collapsed or an earlier model, with changes.
+
+A run's level is its mean reward over the SMOOTH steps before the decline that ends in the collapse. It came
+back if the mean of the last SMOOTH steps of the run that goes on is at least BACK of that level. Steps are
+noisy, so how often a healthy run would pass is measured as well: runs that did not collapse go on from the
+middle and from their end, and their level is that of the SMOOTH steps up to there.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +14,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_rl.analysis.comparison import setting
-from moe_rl.analysis.evidence import final_reward
+from moe_rl.analysis.early_warning import decline
 from moe_rl.analysis.run_files import CompactRun
 
-BACK = 0.9  # of the best reward before the collapse
-SMOOTH = 5  # steps in the mean that "best" is taken of
+BACK = 0.9  # of the level
+SMOOTH = 5  # steps in a mean reward
 SOURCE = re.compile(r"([^/]+)/([^/]+-[0-9a-f]{8})/seed(\d+)/(final|snapshots/step_(\d+))/?$")
 # The settings that a treatment may change, in words.
 TREATMENTS = {
     "objective.clip_low": "clip range retuned",
     "rollout.max_new_tokens": "generation lengthened",
-    "task": "queries swapped",
+    "seed": "other queries",
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Runs of one start and treatment: how many of `n` came back."""
+    """Runs of one start and treatment: how many of `n` came back. `healthy`: from runs without a collapse."""
 
     words: str
+    healthy: bool
     recovered: int
     n: int
     runs: tuple[CompactRun, ...]
 
 
-def source_of(run: CompactRun) -> tuple[str, bool] | None:
-    """The id of the run whose model this one starts from, and whether it is an earlier one than the last."""
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: after `step` steps of the run `source`."""
+
+    source: CompactRun
+    step: int
+
+    @property
+    def words(self) -> str:
+        onset = decline(self.source)
+        if onset is None:
+            return (
+                "healthy, from its end" if self.step == len(self.source.steps) else "healthy, from its middle"
+            )
+        return "rolled back to before the decline" if self.step < onset else "from the collapsed model"
+
+    @property
+    def level(self) -> float:
+        """Mean reward of the last steps before the decline, or before the start of a healthy run."""
+        return mean_before(self.source, decline(self.source) or self.step + 1)
+
+
+def mean_before(run: CompactRun, step: int) -> float:
+    """Mean reward of the SMOOTH steps before `step`."""
+    earlier = run.steps[run.steps["step"] < step]["reward/mean"]
+    return float(earlier.tail(SMOOTH).mean())
+
+
+def came_back(run: CompactRun, level: float) -> bool:
+    """Whether the run ends at the level; never for one that ended because a value was not finite."""
+    return run.header["status"] != "collapsed" and mean_before(run, len(run.steps) + 1) >= BACK * level
+
+
+def start_of(run: CompactRun, sources: dict[str, CompactRun]) -> Start | None:
+    """The start of a run from another one's model; None where that one is not among the sources."""
     found = SOURCE.search(str(setting(run, "model.path") or ""))
     if found is None:
         return None
     suite, name, seed, _, step = found.groups()
-    return f"{suite}/{name}-seed{seed}", step is not None
+    source = sources.get(f"{suite}/{name}-seed{seed}")
+    return None if source is None else Start(source, len(source.steps) if step is None else int(step))
 
 
 def treatment(run: CompactRun, source: CompactRun) -> str:
@@ -47,24 +88,25 @@ def treatment(run: CompactRun, source: CompactRun) -> str:
     return " and ".join(changed) or "nothing changed"
 
 
-def best_reward(run: CompactRun) -> float:
-    """The highest mean reward over five steps."""
-    return float(run.steps["reward/mean"].rolling(SMOOTH, min_periods=1).mean().max())
-
-
 def outcomes(runs: Sequence[CompactRun], everything: Sequence[CompactRun]) -> list[Outcome]:
-    """By start and treatment; a run whose source is not among `everything` cannot be judged: left out."""
+    """By start and treatment, and how the collapsed runs ended by themselves; a run whose source is not among
+    `everything` cannot be judged: left out."""
     sources = {run.id: run for run in everything}
-    groups: dict[str, list[tuple[CompactRun, bool]]] = defaultdict(list)
+    groups: dict[tuple[bool, str], list[tuple[CompactRun, bool]]] = defaultdict(list)
+    collapsed: dict[str, Start] = {}
     for run in runs:
-        found = source_of(run)
-        if found is None or found[0] not in sources:
+        start = start_of(run, sources)
+        if start is None:
             continue
-        source = sources[found[0]]
-        start = "rolled back to before the collapse" if found[1] else "from the collapsed model"
-        back = final_reward(run) >= BACK * best_reward(source)
-        groups[f"{start}, {treatment(run, source)}"].append((run, back))
+        healthy = decline(start.source) is None
+        words = f"{start.words}, {treatment(run, start.source)}"
+        groups[healthy, words].append((run, came_back(run, start.level)))
+        if not healthy:
+            collapsed[start.source.id] = start
+    for start in collapsed.values():
+        words = "left alone, to its own last step"
+        groups[False, words].append((start.source, came_back(start.source, start.level)))
     return [
-        Outcome(words, sum(back for _, back in group), len(group), tuple(run for run, _ in group))
-        for words, group in sorted(groups.items())
+        Outcome(words, healthy, sum(back for _, back in group), len(group), tuple(run for run, _ in group))
+        for (healthy, words), group in sorted(groups.items())
     ]

@@ -228,28 +228,45 @@ def test_doses_and_controls() -> None:
 
 
 def test_what_becomes_of_collapsed_runs() -> None:
+    # the mean of five steps is below 0.9 * 0.8 for good from step 11 on, before which it was 0.8
     source = made("fig1_sort", "grpo", 3, [0.5] * 5 + [0.8] * 5 + [0.1] * 10, collapse=15)
-    folder = f"outputs/fig1_sort/grpo-{source.header['config_hash']}/seed3"
+    healthy = made("fig1_sort", "grpo", 4, [0.4] * 10 + [0.9] * 10)
 
-    def go_on(reward: float, start: str, **changes: Any) -> CompactRun:
-        return made("recovery", "grpo", 3, level(reward), model__path=f"{folder}/{start}", **changes)
+    def go_on(reward: float, start: str, of: CompactRun = source, **changes: Any) -> CompactRun:
+        folder = f"outputs/fig1_sort/grpo-{of.header['config_hash']}/seed{of.seed}"
+        seed = changes.pop("seed", of.seed)
+        return made("recovery", "grpo", seed, level(reward), model__path=f"{folder}/{start}", **changes)
 
+    broken = go_on(0.9, "final", objective__clip_low=0.1)
+    broken.header["status"] = "collapsed"
     runs = [
-        go_on(0.1, "final"),
-        go_on(0.73, "snapshots/step_5"),
-        go_on(0.71, "snapshots/step_5", objective__clip_low=0.1),
-        go_on(0.2, "final", task={"name": "sort", "min_length": 8}),
+        go_on(0.1, "snapshots/step_15"),
+        go_on(0.73, "snapshots/step_10"),
+        go_on(0.71, "snapshots/step_10", objective__clip_low=0.1),
+        go_on(0.2, "final", seed=13),
+        broken,
+        go_on(0.37, "snapshots/step_10", healthy),
+        go_on(0.80, "final", healthy),
         made("recovery", "grpo", 4, level(0.9), model__path="elsewhere/final"),
     ]
-    found = {outcome.words: (outcome.recovered, outcome.n) for outcome in outcomes(runs, [source, *runs])}
-    assert found == {  # 90 % of 0.8 is 0.72
-        "from the collapsed model, nothing changed": (0, 1),
-        "from the collapsed model, queries swapped": (0, 1),
-        "rolled back to before the collapse, nothing changed": (1, 1),
-        "rolled back to before the collapse, clip range retuned": (0, 1),
+    everything = [source, healthy, *runs]
+    found = {
+        outcome.words: (outcome.healthy, outcome.recovered, outcome.n)
+        for outcome in outcomes(runs, everything)
     }
-    rows = [s for s in statements([source, *runs]) if s.suite == "recovery"]
-    assert len(rows) == 4 and all("(exact)" in s.interval for s in rows)
+    assert found == {
+        "from the collapsed model, nothing changed": (False, 0, 1),
+        "from the collapsed model, other queries": (False, 0, 1),
+        "from the collapsed model, clip range retuned": (False, 0, 1),  # no longer finite at its end
+        "left alone, to its own last step": (False, 0, 1),
+        "rolled back to before the decline, nothing changed": (False, 1, 1),  # 90 % of 0.8 is 0.72
+        "rolled back to before the decline, clip range retuned": (False, 0, 1),
+        "healthy, from its middle, nothing changed": (True, 1, 1),  # 90 % of 0.4
+        "healthy, from its end, nothing changed": (True, 0, 1),  # 0.8 is less than 90 % of 0.9
+    }
+    rows = [s for s in statements(everything) if s.suite == "recovery"]
+    assert len(rows) == 8 and all("(exact)" in s.interval for s in rows)
+    assert sum(s.claim.startswith("no claim") for s in rows) == 2
 
 
 def test_longer_training() -> None:

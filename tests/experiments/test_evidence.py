@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from experiments import blocks, evidence
-from experiments.blocks import Block, collapsed_runs, continued, read_blocks, runs_of, starts
+from experiments.blocks import Block, continued, read_blocks, runs_of, sources, starts
 from experiments.config import build_objective, register, train_config
 from experiments.cost_config import register_cost
 from experiments.launch import CONF
@@ -42,7 +42,8 @@ def test_every_sweep_composes_into_runs_of_its_suite(block):
     register()
     register_noise()
     register_cost()
-    sweeps = block.sweeps or [["experiment=recovery", "model.path=x", *t] for t in block.treatments]
+    treated = [[word.format(seed=0) for word in treatment] for treatment in block.treatments]
+    sweeps = block.sweeps or [["experiment=recovery", "model.path=x", *words] for words in treated]
     with initialize_config_dir(CONF, version_base="1.3"):
         for overrides in jobs_of(sweeps):
             cfg = compose("config" if block.entry == "train" else block.entry, overrides=overrides)
@@ -81,54 +82,67 @@ def test_pairs_of_seeds_go_outermost_and_runs_are_counted(tmp_path):
     )
 
 
-def collapsed_run(tmp_path, arm, before=0.8):
-    """A run of 20 steps that collapses at 14, with models of steps 4, 8 and 12."""
-    path = tmp_path / "fig1_sort" / f"{arm}-0123abcd" / "seed10"
+def run_of_20(tmp_path, arm, rewards, seed=10):
+    """A run of 20 steps, with models of steps 4, 8, 12 and 16."""
+    path = tmp_path / "fig1_sort" / f"{arm}-0123abcd" / f"seed{seed}"
     command = ["python", "-m", "experiments.train", "experiment=fig1_sort", f"arm={arm}", "optim.lr=1e-2",
-               "snapshot_every=4", "seed=10", f"output={tmp_path}"]  # fmt: skip
+               "snapshot_every=4", f"seed={seed}", f"output={tmp_path}"]  # fmt: skip
     config = {
         "arm": arm,
         "objective": {"name": "grpo"},
-        "seed": 10,
+        "seed": seed,
         "steps": 20,
         "collapse": {"window": 2, "fraction": 0.5, "patience": 3},
     }
     with RunStore.open(path, config, {"command": command}) as store:
-        for step, reward in enumerate([before] * 10 + [0.1] * 10, start=1):
+        for step, reward in enumerate(rewards, start=1):
             store.log("steps", {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0})
         store.finish({})
-    for folder in ("final", "snapshots/step_4", "snapshots/step_8", "snapshots/step_12"):
+    for folder in ("final", *(f"snapshots/step_{step}" for step in (4, 8, 12, 16))):
         (path / folder).mkdir(parents=True)
     return path
 
 
 @pytest.fixture
 def collapsed(tmp_path):
-    return collapsed_run(tmp_path, "grpo")
+    return run_of_20(tmp_path, "grpo", [0.8] * 10 + [0.1] * 10)
 
 
-def test_a_run_that_two_arms_share_recovers_once(tmp_path, collapsed):
-    same, other = collapsed_run(tmp_path, "grpo+replay"), collapsed_run(tmp_path, "grpo+rollout_replay", 0.7)
-    assert [run.path for run, _ in collapsed_runs(tmp_path / "fig1_sort", 8)] == [collapsed, other]
-    assert same.exists()
-    assert [run.path for run, _ in collapsed_runs(tmp_path / "fig1_sort", 1)] == [collapsed]
+@pytest.fixture
+def healthy(tmp_path):
+    return run_of_20(tmp_path, "grpo", [0.8] * 20, seed=11)
 
 
-def test_recovery_starts_from_the_end_and_from_well_before_the_collapse(tmp_path, collapsed):
+def test_a_run_that_two_arms_share_counts_once(tmp_path, collapsed, healthy):
+    same = run_of_20(tmp_path, "grpo+replay", [0.8] * 10 + [0.1] * 10)
+    other = run_of_20(tmp_path, "grpo+rollout_replay", [0.7] * 10 + [0.1] * 10)
+    found = [[run.path for run, _ in kind] for kind in sources(tmp_path / "fig1_sort")]
+    assert found == [[collapsed, other], [healthy]] and same.exists()
+
+
+def test_recovery_starts_from_before_the_decline_and_from_the_collapse(tmp_path, collapsed, healthy):
     pair = (Run(collapsed), compact(Run(collapsed), "fig1_sort"))
     assert pair[1].collapse.step == 14  # the trailing mean is below half of 0.8 from step 12 on
-    # 14 - (2 + 3) = 9: the model of step 8 is the last that the collapse cannot have touched
-    assert starts(pair) == [collapsed / "final", collapsed / "snapshots" / "step_8"]
+    # at step 11 the mean of two steps is 0.45, below 0.9 * 0.8 for good: the model of step 8 is of before
+    models = [collapsed / "snapshots" / f"step_{step}" for step in (8, 16)]
+    assert starts(pair) == models
     assert continued(pair) == ["experiment=recovery", "arm=grpo", "optim.lr=1e-2", "seed=10"]
-    block = Block(
-        "r", "recovery", 1, from_suite="fig1_sort", at_most=3, treatments=([], ["task.min_length=6"])
-    )
-    sweeps = list(block.commands(tmp_path))
-    models = f"model.path={collapsed / 'final'},{collapsed / 'snapshots' / 'step_8'}"
-    assert [sweep[4:] for sweep in sweeps] == [
-        [models, f"output={tmp_path}"], [models, "task.min_length=6", f"output={tmp_path}"],
-    ]  # fmt: skip
+    other = (Run(healthy), compact(Run(healthy), "fig1_sort"))
+    middle = [healthy / "snapshots" / "step_8", healthy / "final"]
+    assert starts(other) == middle
+    block = Block("r", "recovery", 1, from_suite="fig1_sort", at_most=3, treatments=([], ["seed=1{seed}"]))
+    same, path = ["experiment=recovery", "arm=grpo", "optim.lr=1e-2"], "model.path={},{}".format
+    assert list(block.commands(tmp_path)) == [
+        [*same, "seed=10", path(*models), f"output={tmp_path}"],
+        [*same, path(*models), "seed=110", f"output={tmp_path}"],
+        [*same, "seed=11", path(*middle), f"output={tmp_path}"],
+    ]
     assert list(block.commands(tmp_path / "none")) == []
+
+
+def test_nothing_collapsed_leaves_nothing_to_compare_healthy_runs_with(tmp_path, healthy):
+    block = Block("r", "recovery", 1, from_suite="fig1_sort", at_most=3, treatments=([],))
+    assert healthy.exists() and list(block.commands(tmp_path)) == []
 
 
 def test_a_block_stops_when_its_time_is_up(monkeypatch, capsys, tmp_path):
