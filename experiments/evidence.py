@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from glob import glob
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +33,7 @@ from moe_rl.analysis.evidence_report import claim_table, claims_alone, insert_ta
 from moe_rl.analysis.measured_files import export_measured
 from moe_rl.analysis.run_files import commands_in, export
 from moe_rl.store import StoreError, find_runs
+from moe_rl.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -42,6 +44,7 @@ EXPORTS = {
     "measure_noise": (export_measured, "measured"),
     "measure_cost": (export_measured, "measured"),
 }
+DEFAULTS = asdict(TrainConfig())  # of options that tables may be older than
 USAGE = (
     "expected: python -m experiments.evidence size=quick|full [block=NAME] | list | build | "
     "export runs=DIR[,DIR or GLOB...] suite=NAME"
@@ -88,7 +91,7 @@ def run(size: str, name: str | None) -> int:
     if size == "full":
         build()
     else:
-        rows = write_evidence(results, commands())
+        rows = write_evidence(results, commands(), defaults=DEFAULTS)
         print(f"{len(rows)} statements of no weight, from runs of seconds: {results / 'claims.md'}")
         if any(any((RESULTS / folder).glob("*/*.csv")) for _, folder in EXPORTS.values()):
             build()
@@ -139,7 +142,7 @@ def export_runs(options: dict[str, str]) -> None:
 
 def build() -> None:
     """Table, figures and the README's table from the committed tables of runs."""
-    rows = write_evidence(RESULTS, commands(), published_statements())
+    rows = write_evidence(RESULTS, commands(), published_statements(), DEFAULTS)
     claims = claims_alone(rows)
     more = f"\n{len(rows) - len(claims)} further measurements: [claims.md](experiments/results/claims.md).\n"
     insert_table(ROOT / "README.md", claim_table(claims, commands()) + more)

@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
-from moe_rl.analysis.claims_open import length_growth, models, partial_rollout, recompute, turns
+from moe_rl.analysis.claims_open import (
+    compared,
+    contrasts,
+    length_growth,
+    models,
+    partial_rollout,
+    recompute,
+    turns,
+)
 from moe_rl.analysis.claims_warning import warning_statements
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (
+    Difference,
     Statement,
     Tested,
     arms_of,
@@ -51,6 +60,7 @@ PAIRS = (
     ("dpo", "grpo"),
 )
 NEEDS_REPLAY = "GRPO on MoE needs Routing Replay to converge"
+LONGER = "more training, refreshed query sets and longer generation keep improving GSPO"
 NO_REPLAY = "GSPO needs no Routing Replay, and is more stable and efficient at equal compute and queries"
 CLAIM_OF = {
     "grpo+replay": (NEEDS_REPLAY, "Fig. 3"),
@@ -91,13 +101,14 @@ def arms(suite: str, runs: Runs) -> Iterator[Statement]:
         claim, source = CLAIM_OF[row.arm]
         one, other = lives[index]
         collapses = f"{one.events} of {one.n} against {other.events} of {other.n} collapsed"
-        rank = shown_p(collapse_p[index]) if math.isfinite(collapse_p[index]) else tests[index].note
+        rank, note = shown_p(collapse_p[index]), tests[index].note
+        rank = note if not math.isfinite(collapse_p[index]) else f"{rank}, {note}" if note else rank
         yield Statement(
             claim,
             source,
             suite,
             f"final reward, {row.arm} − {row.minus}: {shown_difference(row)} ({shown_p(reward_p[index])}"
-            f"{limit(row)}: {says(reward_p[index])}); {collapses} ({rank})",
+            f"{limit(row, len(rewards))}: {says(reward_p[index])}); {collapses} ({rank})",
             shown_range(row.summary.low, row.summary.high, row.n, signed=True),
             f"{row.n} pairs",
             ids(found[row.arm], found[row.minus]),
@@ -231,27 +242,39 @@ def efficiency(suite: str, runs: Runs) -> Iterator[Statement]:
 
 
 def longer(suite: str, runs: Runs) -> Iterator[Statement]:
-    """Accuracy at the end against that when generation was first lengthened, by arm and query set."""
+    """What more training with longer generation gains, and what refreshing the query set adds to it."""
     found = arms_of(runs)
-    for label, group in found.items():
-        starts = [
-            min((step for step, _ in run.config["rollout"]["length_schedule"]), default=0) for run in group
-        ]
-        if not all(starts):
-            continue
-        end = by_seed(group, final_greedy)
-        before = {run.seed: accuracy_before(run, step) for run, step in zip(group, starts, strict=True)}
-        gain, test = paired_difference(end, before), paired_test(end, before)
-        yield Statement(
-            "more training, refreshed query sets and longer generation keep improving GSPO",
-            "§5.1",
-            suite,
-            f"{label}: greedy accuracy at the end − before generation was first lengthened (step "
-            f"{starts[0]}): {gain.mean:+.3g} ({shown_p(test.p)}: {says(test.p)})",
-            shown_range(gain.low, gain.high, gain.n, signed=True),
-            str(gain.n),
-            ids(group),
+    gains = {
+        label: (
+            by_seed(group, final_greedy),
+            {run.seed: accuracy_before(run, first_lengthening(run)) for run in group},
         )
+        for label, group in found.items()
+        if all(map(first_lengthening, group))
+    }
+    yield from tested(
+        suite,
+        [
+            Tested(
+                LONGER,
+                "§5.1",
+                f"{label}: greedy accuracy at the end − before generation was first lengthened (step "
+                f"{first_lengthening(found[label][0])}), both under the longest limit:",
+                Difference("end", "before", paired_difference(*pair), paired_test(*pair)),
+                ids(found[label]),
+            )
+            for label, pair in gains.items()
+        ],
+    )
+    queries = "rollout.query_set_steps"
+    for key, base, context in ((queries, None, ("arm",)), ("arm", "grpo", (queries,))):
+        pairs = contrasts(runs, key, base, context, final_greedy)
+        yield from compared(suite, LONGER, "§5.1", "greedy accuracy at the end", key, pairs)
+
+
+def first_lengthening(run: CompactRun) -> int:
+    """The step from which generation may be longer than at the start; 0 if none."""
+    return min((step for step, _ in run.config["rollout"]["length_schedule"]), default=0)
 
 
 def accuracy_before(run: CompactRun, step: int) -> float:

@@ -68,11 +68,12 @@ def rates(suite: str, runs: Runs) -> Iterator[Statement]:
         best = max(found, key=lambda rate: found[rate].mean)
         shown = ", ".join(f"{rate:g}: {shown_summary(summary)}" for rate, summary in found.items())
         low, high, n = found[best].low, found[best].high, found[best].n
+        edge = {min(found): ", the lowest tried", max(found): ", the highest tried"}.get(best, "")
         yield Statement(
             "no claim: the arm's own best learning rate",
             "–",
             suite,
-            f"{arm}, final reward by learning rate: {shown}; best {best:g} (chosen after the fact)",
+            f"{arm}, final reward by learning rate: {shown}; best {best:g}{edge} (chosen after the fact)",
             shown_range(low, high, n) + f" at {best:g}",
             f"{n} a rate",
             ids(*by_rate.values()),

@@ -35,6 +35,7 @@ from moe_rl.analysis.tables import FINAL_SHARE
 Runs = Sequence[CompactRun]
 SKIPS = "sequence likelihoods tolerate what two engines differ by, so that the recompute may be skipped"
 PARTIAL = "skipping the recompute helps in partial rollouts"
+SPANS = "no claim: what responses of two policy versions cost"
 TURNS = "GSPO-token serves responses whose tokens have advantages of their own, as in multi-turn RL"
 LENGTH = "the loss normalisation sets how long responses become"
 TOPOLOGY = (
@@ -127,10 +128,13 @@ def recompute(suite: str, runs: Runs) -> Iterator[Statement]:
 
 def partial_rollout(suite: str, runs: Runs) -> Iterator[Statement]:
     """What responses of two policy versions cost, and how far their older tokens are from π_old."""
-    key = "rollout.ahead"
-    found = contrasts(runs, key, 0, ("arm", "rollout.recompute"), final_reward)
-    yield from compared(suite, PARTIAL, "§5.4", "final reward", key, found)
-    for label, group in arms_of([run for run in runs if setting(run, key)]).items():
+    key, skips = "rollout.ahead", "rollout.recompute"
+    spanning = [run for run in runs if setting(run, key)]
+    found = contrasts(spanning, skips, True, ("arm", key), final_reward)
+    yield from compared(suite, PARTIAL, "§5.4", "final reward of partial rollouts", skips, found)
+    found = contrasts(runs, key, 0, ("arm", skips), final_reward)
+    yield from compared(suite, SPANS, "§5.4", "final reward", key, found)
+    for label, group in arms_of(spanning).items():
         older = summary_of(group, mean_of("mismatch/kl_k3_older"))
         current = summary_of(group, mean_of("mismatch/kl_k3_current"))
         share = summary_of(group, mean_of("rollout/older_tokens"))

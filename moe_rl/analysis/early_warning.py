@@ -28,7 +28,7 @@ from scipy.stats import bootstrap
 
 from moe_rl.analysis.collapse import WINDOW
 from moe_rl.analysis.comparison import setting
-from moe_rl.analysis.run_files import CompactRun, config_hash
+from moe_rl.analysis.run_files import CompactRun
 from moe_rl.analysis.statistics import (
     CONFIDENCE,
     MIN_SEEDS_FOR_INTERVAL,
@@ -132,17 +132,22 @@ class Watched:
 
 
 def watchable(runs: Iterable[CompactRun]) -> list[CompactRun]:
-    """Runs that can be judged, each configuration and seed once.
+    """Runs that can be judged, each once: where the rewards of one are the first of another's (two arms that
+    came to the same updates, a shorter run of the same configuration), the longer one stands for both.
 
-    Not runs that start from a collapsed model (suite recovery), whose baseline is not healthy, nor those that
+    Not runs that start from another's model (suite recovery), whose baseline is no beginning, nor those that
     never earned reward, which cannot collapse by the rule.
     """
-    kept: dict[tuple[str, int], CompactRun] = {}
-    for run in runs:
-        if not run.suite.startswith("recovery") and run.collapse.reason != "never earned reward":
-            plain = {key: value for key, value in run.config.items() if key != "experiment"}
-            kept.setdefault((config_hash(plain), run.seed), run)
-    return list(kept.values())
+    kept: list[CompactRun] = []
+    beginnings: set[tuple[int, tuple[float, ...]]] = set()
+    for run in sorted(runs, key=lambda run: -len(run.steps)):
+        if run.suite.startswith("recovery") or run.collapse.reason == "never earned reward":
+            continue
+        rewards = tuple(run.steps["reward/mean"])
+        if (run.seed, rewards) not in beginnings:
+            kept.append(run)
+            beginnings |= {(run.seed, rewards[:length]) for length in range(1, len(rewards) + 1)}
+    return kept
 
 
 def threshold(watched: Sequence[Watched], rate: float = FALSE_ALARMS) -> float:

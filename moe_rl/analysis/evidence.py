@@ -153,9 +153,14 @@ def shown_difference(row: Difference) -> str:
     return f"{round(row.summary.mean, 12) + 0.0:+.3g}" if row.n else "no pairs"  # no 1e-17, no -0
 
 
-def limit(row: Difference) -> str:
-    """What limits the test of a difference, to follow its p value."""
-    return f"; {row.test.note}" if row.test.note else ""
+def limit(row: Difference, family: int = 1) -> str:
+    """What limits the test of a difference among the `family` that Holm adjusts for, to follow its p."""
+    if row.test.note:
+        return f"; {row.test.note}"
+    smallest = family * 2.0 ** (1 - row.n)
+    if row.n and smallest > SIGNIFICANT:
+        return f"; {row.n} pairs give no p below {smallest:.3g} among {family} comparisons"
+    return ""
 
 
 def ids(*groups: Iterable[CompactRun]) -> tuple[str, ...]:
@@ -189,7 +194,8 @@ def tested(suite: str, rows: Sequence[Tested]) -> Iterator[Statement]:
             row.claim,
             row.source,
             suite,
-            f"{row.words} {shown_difference(found)} ({shown_p(p)}{limit(found)}: {says(p)}){row.after}",
+            f"{row.words} {shown_difference(found)} ({shown_p(p)}{limit(found, len(rows))}: {says(p)})"
+            f"{row.after}",
             shown_range(found.summary.low, found.summary.high, found.n, signed=True),
             f"{found.n} pairs",
             row.runs,

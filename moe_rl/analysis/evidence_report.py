@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -30,15 +31,18 @@ FIGURES = {"measure_noise": noise_figures, "measure_cost": cost_figures}
 
 
 def write_evidence(
-    results: Path, commands: Mapping[str, str], computed: Sequence[Statement] = ()
+    results: Path,
+    commands: Mapping[str, str],
+    computed: Sequence[Statement] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[Statement]:
     """Make claims.md, claims.csv, runs.csv and figures/*.png in `results` from results/runs and
     results/measured.
 
     `commands`: how the runs of each suite are made, for the table. `computed`: statements that need no run,
-    for its end. Raises StoreError without any file.
+    for its end. `defaults`: see `read_all`. Raises StoreError without any file.
     """
-    runs, measured = read_all(results / "runs"), read_measured(results / "measured")
+    runs, measured = read_all(results / "runs", defaults), read_measured(results / "measured")
     if not runs and not measured:
         raise StoreError(f"{results / 'runs'} holds no tables of runs: run a block first")
     by_command = {
@@ -86,9 +90,11 @@ def claims_page(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:
         "# Claims, and what came out\n\n"
         "Generated from `runs/` and `measured/` by `python -m experiments.evidence build`; do not edit. "
         "Differences are paired by seed; intervals are 95 % percentile bootstraps of the mean from five "
-        "seeds on, else the range of the seeds, and say so; p values are two-sided, by the sign-flip test or "
-        "the log-rank test, adjusted by Holm over the comparisons of a suite. `claims.csv` has the ids of "
-        "the runs behind each row.\n\n" + claim_table(rows, commands)
+        "seeds on, each for itself and not adjusted, else the range of the seeds, and say so; p values are "
+        "two-sided and exact, by the sign-flip test or the log-rank test, adjusted by Holm over the "
+        "comparisons of one kind in a suite. So an interval may leave 0 out where its p value does not "
+        "separate: the p value is the test. `claims.csv` has the ids of the runs behind each row.\n\n"
+        + claim_table(rows, commands)
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -189,11 +189,26 @@ def commands_in(folder: Path) -> set[tuple[str, ...]]:
     return found
 
 
-def read_all(folder: Path) -> list[CompactRun]:
-    """Every run below `folder`, sorted by suite, arm and seed. Raises StoreError as `require_one_start`."""
+def read_all(folder: Path, defaults: Mapping[str, Any] | None = None) -> list[CompactRun]:
+    """Every run below `folder`, sorted by suite, arm and seed.
+
+    `defaults`: of options that tables made before there were these lack, so that their runs and later ones
+    are of one arm. Raises StoreError as `require_one_start`.
+    """
     runs = [read_compact(path) for path in sorted(folder.glob("*/*.csv"))]
+    for run in runs:
+        fill(run.config, defaults or {})
     require_one_start(runs)
     return sorted(runs, key=lambda run: (run.suite, run.arm, run.header["config_hash"], run.seed))
+
+
+def fill(config: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give the configuration what it lacks of the defaults, in the sections that it has."""
+    for key, value in defaults.items():
+        if key not in config:
+            config[key] = value
+        elif isinstance(value, Mapping) and isinstance(config[key], dict):
+            fill(config[key], value)
 
 
 def require_one_start(runs: Iterable[CompactRun]) -> None:

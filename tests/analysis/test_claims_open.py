@@ -64,6 +64,14 @@ def test_partial_rollouts_show_what_they_are_made_of():
                 )
             runs.append(run)
     assert "rollout.ahead=6 − 0: +0" in row(runs, "final reward").measured
+    for seed in SEEDS:
+        runs.append(
+            made("partial_rollout", "grpo", seed, level(0.7), rollout__ahead=6, rollout__recompute=False)
+        )
+    assert row(runs, "rollout.recompute=False −").measured.startswith(
+        "final reward of partial rollouts, rollout.recompute=False − True: +0.2"
+    )
+    runs = [run for run in runs if run.config["rollout"]["recompute"]]
     made_of = row(runs, "of tokens from older weights")
     assert made_of.measured == (
         "grpo: 0.450 of tokens from older weights; KL(μ‖π_old) per token 0.0200 nats on them, 0.00100 on the "

@@ -165,8 +165,14 @@ def test_thresholds_come_from_other_seeds_alone() -> None:
 def test_runs_that_cannot_be_judged_and_repeats_are_left_out() -> None:
     never = replace(made(3), header=made(3).header | {"collapse": {
         "step": None, "censored_at": STEPS, "reason": "never earned reward"}})  # fmt: skip
-    kept = watchable([made(0), made(0, suite="other"), made(1), made(2, suite="recovery"), never])
-    assert [(run.suite, run.seed) for run in kept] == [("s", 0), ("s", 1)]
+    shorter = replace(made(1), table=made(1).table[:40])
+    other = made(0, falls_at=50)  # another run of a seed
+    kept = watchable(
+        [shorter, made(0), made(0, suite="other"), made(1), other, made(2, suite="recovery"), never]
+    )
+    assert [(run.suite, run.seed, len(run.steps)) for run in kept] == [
+        ("s", 0, STEPS), ("s", 1, STEPS), ("s", 0, STEPS)
+    ]  # fmt: skip
 
 
 def test_a_decline_within_the_baseline_counts_as_missed() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from moe_rl.analysis.claims import statements
 from moe_rl.analysis.clip_grid import clip_scale
-from moe_rl.analysis.evidence import arms_of, final_reward, reward_at_unclipped
+from moe_rl.analysis.evidence import arms_of, difference, final_reward, limit, reward_at_unclipped
 from moe_rl.analysis.evidence_figures import draw_all, iqm_bands, step_curves, token_curves
 from moe_rl.analysis.evidence_report import BEGIN, END, insert_table, write_evidence
 from moe_rl.analysis.recovery import outcomes
@@ -275,8 +275,30 @@ def test_longer_training() -> None:
              rollout__length_schedule=[[11, 20], [15, 24]])
         for seed in range(3)
     ]  # fmt: skip
-    found = row(runs, "before generation was first lengthened (step 11): +0.2")
-    assert found.n == "3" and "3 pairs give" not in found.interval
+    found = row(runs, "before generation was first lengthened (step 11)")
+    assert "longest limit: +0.2 (p = 0.250; 3 pairs give no p below 0.25" in found.measured
+    assert found.n == "3 pairs"
+    for run in runs:
+        run.config["rollout"]["query_set_steps"] = 20
+    for seed in range(3):
+        for arm, reward, steps in (("gspo", 0.6, None), ("grpo", 0.5, 20)):
+            runs.append(
+                made("fig1_longer", arm, seed, level(reward), rollout__length_schedule=[[11, 20]],
+                     rollout__query_set_steps=steps)
+            )  # fmt: skip
+    measured = [s.measured for s in statements(runs) if s.suite == "fig1_longer"]
+    assert [words.partition(" (p")[0] for words in measured[-2:]] == [
+        "gspo: greedy accuracy at the end, rollout.query_set_steps=20 − None: +0.1",
+        "rollout.query_set_steps=20: greedy accuracy at the end, arm=gspo − grpo: +0.2",
+    ]
+
+
+def test_a_family_too_large_for_its_pairs_is_said() -> None:
+    found = difference("a", "b", {"a": [made("s", "grpo", seed, level(0.5)) for seed in range(8)],
+                                  "b": [made("s", "grpo", seed, level(0.4)) for seed in range(8)]},
+                       final_reward)  # fmt: skip
+    assert limit(found) == limit(found, 6) == ""  # 6 / 2^7 is 0.047
+    assert limit(found, 14) == "; 8 pairs give no p below 0.109 among 14 comparisons"
 
 
 def test_a_run_that_is_no_longer_finite_ends_with_nothing() -> None:

@@ -66,6 +66,15 @@ def test_a_file_in_the_place_of_another_is_refused(make_run, tmp_path: Path) -> 
         read_compact(moved)
 
 
+def test_options_that_a_table_is_older_than_have_their_defaults(make_run, tmp_path: Path) -> None:
+    export([make_run("a", optim={"lr": 1e-4}), make_run("b", seed=1)], "s", tmp_path)
+    defaults = {"optim": {"lr": 1.0, "epochs": 1}, "precision": "float32"}
+    old, plain = read_all(tmp_path, defaults)
+    assert old.config["optim"] == {"lr": 1e-4, "epochs": 1}
+    assert plain.config["precision"] == "float32"
+    assert "precision" not in read_all(tmp_path)[0].config
+
+
 def test_runs_of_a_seed_start_from_one_cold_start(make_run, tmp_path: Path) -> None:
     """Two machines' arms are no pair; another seed, another model, or a table that does not say are."""
     out = tmp_path / "out"

@@ -53,7 +53,19 @@ def test_never_collapsed_is_censored_and_said() -> None:
     assert curve.note == "none of 3 collapsed by step 80: all are censored"
     found = log_rank(never, never)
     assert math.isnan(found.p) and found.note == "no test: no run of either group collapsed"
-    assert log_rank(never, lives("20 30 40")).note == "normal approximation on 3 collapses"
+    many = lives("80+ " * 20), lives("20 30 40 " + "80+ " * 17)
+    assert log_rank(*many).note == "normal approximation on 3 collapses"
+
+
+def test_few_collapses_have_an_exact_p() -> None:
+    # Hazards lived through are 1/4 (to 10) and 1/4 + 1/3: collapses less hazards are 3/4, 5/12, -7/12, -7/12.
+    # Of the six pairs only the collapsed ones, and the pair that is left, are as far from 0 as 7/6.
+    found = log_rank(lives("10 20"), lives("30+ 30+"))
+    assert found.p == pytest.approx(1 / 3) and found.note == ""
+    # five of eight collapsed against none: 2 * C(11, 3) of the C(16, 8) eights hold all five, or none
+    found = log_rank(lives("80+ " * 8), lives("50 54 60 70 77 80+ 80+ 80+"))
+    assert found.p == pytest.approx(2 * 165 / 12870)
+    assert found.statistic == pytest.approx(-2.61, abs=0.03)  # the normal approximation would say 0.009
 
 
 def test_all_collapsed_at_one_step() -> None:
