@@ -14,6 +14,8 @@ import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
 from moe_rl.analysis.claims_open import (
+    NEEDS_REPLAY,
+    against_dense,
     compared,
     contrasts,
     length_growth,
@@ -59,7 +61,6 @@ PAIRS = (
     ("ppo", "grpo"),
     ("dpo", "grpo"),
 )
-NEEDS_REPLAY = "GRPO on MoE needs Routing Replay to converge"
 LONGER = "more training, refreshed query sets and longer generation keep improving GSPO"
 NO_REPLAY = "GSPO needs no Routing Replay, and is more stable and efficient at equal compute and queries"
 CLAIM_OF = {
@@ -296,7 +297,7 @@ SECTIONS: dict[str, tuple[Section, ...]] = {
     "partial_rollout": (partial_rollout,),
     "two_turn": (turns,),
     "length_growth": (length_growth,),
-    "dense_control": (models,),
+    "dense_control": (models, against_dense),
     "moe_configurations": (models,),
 }
 

@@ -163,7 +163,8 @@ def gradients(words: str, group: Group) -> Iterator[Statement]:
     for arm in arms:
         cosine = summarise(list(_cosines(group, arm).values()))
         scale = over_seeds(group, lambda one: one.value("gradients", arm, "noise_scale"))  # noqa: B023
-        said.append(f"{arm} {cosine.mean:.3g} (noise scale {scale.mean:.3g} mini-batches)")
+        known = f", of {scale.n} seeds" * (scale.n < cosine.n)  # none where noise hides the gradient
+        said.append(f"{arm} {cosine.mean:.3g} (noise scale {scale.mean:.3g} mini-batches{known})")
     others = arms[1:] if arms[0] == "grpo" else []
     tests = [paired_test(_cosines(group, arm), _cosines(group, "grpo")) for arm in others]
     gaps = [paired_difference(_cosines(group, arm), _cosines(group, "grpo")) for arm in others]

@@ -19,17 +19,23 @@ from moe_rl.analysis.evidence import (
     Statement,
     Tested,
     arms_of,
+    by_seed,
     difference,
     final_reward,
     ids,
+    lifetimes,
     mean_of,
+    says,
     shown_difference,
+    shown_p,
     shown_range,
     shown_summary,
     summary_of,
     tested,
 )
 from moe_rl.analysis.run_files import CompactRun
+from moe_rl.analysis.statistics import holm, paired_difference, paired_test
+from moe_rl.analysis.survival import log_rank
 from moe_rl.analysis.tables import FINAL_SHARE
 
 Runs = Sequence[CompactRun]
@@ -37,6 +43,8 @@ SKIPS = "sequence likelihoods tolerate what two engines differ by, so that the r
 PARTIAL = "skipping the recompute helps in partial rollouts"
 SPANS = "no claim: what responses of two policy versions cost"
 TURNS = "GSPO-token serves responses whose tokens have advantages of their own, as in multi-turn RL"
+EXPERTS = "GRPO's instability is that of experts; GSPO's advantage goes with it"
+NEEDS_REPLAY = "GRPO on MoE needs Routing Replay to converge"
 LENGTH = "the loss normalisation sets how long responses become"
 TOPOLOGY = (
     "model.name",
@@ -110,20 +118,34 @@ def recompute(suite: str, runs: Runs) -> Iterator[Statement]:
     key, context = "rollout.recompute", ("arm", "rollout.sampler_dtype")
     rewards = contrasts(runs, key, True, context, final_reward)
     yield from compared(suite, SKIPS, "§5.4", "final reward", key, rewards)
-    for contrast in contrasts(runs, key, True, context, mean_of("time/total")):
+    for contrast in contrasts(runs, key, True, context, undisturbed("time/total")):
         row = contrast.difference
-        passes = summary_of([r for r in contrast.runs if setting(r, key)], mean_of("time/old_policy"))
-        whole = summary_of([r for r in contrast.runs if setting(r, key)], mean_of("time/total"))
+        passes = summary_of([r for r in contrast.runs if setting(r, key)], undisturbed("time/old_policy"))
+        whole = summary_of([r for r in contrast.runs if setting(r, key)], undisturbed("time/total"))
         yield Statement(
             SKIPS,
             "§5.4",
             suite,
-            f"{contrast.words}: seconds a step, skipped − recomputed: {shown_difference(row)} of "
-            f"{shown_summary(whole)}, of which the pass takes {shown_summary(passes)}",
+            f"{contrast.words}: seconds a step without drift measured, skipped − recomputed: "
+            f"{shown_difference(row)} of {shown_summary(whole)}, of which the pass takes "
+            f"{shown_summary(passes)}",
             shown_range(row.summary.low, row.summary.high, row.n, signed=True),
             f"{row.n} pairs",
             ids(contrast.runs),
         )
+
+
+def undisturbed(column: str) -> Measure:
+    """Mean of a column over the steps that do not measure drift, which run the old-policy pass anyway."""
+
+    def measure(run: CompactRun) -> float:
+        if column not in run.steps:
+            return math.nan
+        drift = run.steps.get("drift/old")
+        values = run.steps[column] if drift is None else run.steps[column][drift.isna()]
+        return float(values.mean())
+
+    return measure
 
 
 def partial_rollout(suite: str, runs: Runs) -> Iterator[Statement]:
@@ -167,7 +189,7 @@ def turns(suite: str, runs: Runs) -> Iterator[Statement]:
 
 
 def length_growth(suite: str, runs: Runs) -> Iterator[Statement]:
-    """Growth of the response length by arm, against GRPO's; GSPO with less group normalisation."""
+    """Growth of the response length: by loss normalisation, all else GRPO's, and of GSPO by advantages."""
     for label, group in arms_of(runs).items():
         found = summary_of(group, growth)
         better, worse = (
@@ -183,9 +205,9 @@ def length_growth(suite: str, runs: Runs) -> Iterator[Statement]:
             str(found.n),
             ids(group),
         )
-    usual = [r for r in runs if r.arm != "gspo" or setting(r, "advantages") == "paper"]
-    against = contrasts(usual, "arm", "grpo", (), growth)
-    yield from compared(suite, LENGTH, "Dr.GRPO (2503.20783)", "growth in tokens", "objective", against)
+    key, usual = "objective.aggregation", "seq-mean-token-mean"
+    against = contrasts([r for r in runs if r.arm == "grpo"], key, usual, (), growth)
+    yield from compared(suite, LENGTH, "Dr.GRPO (2503.20783)", "grpo, growth in tokens", key, against)
     gspo, key = [r for r in runs if r.arm == "gspo"], "advantages"
     for what, measure in (("final reward", final_reward), ("growth in tokens", growth)):
         yield from compared(
@@ -201,10 +223,9 @@ def length_growth(suite: str, runs: Runs) -> Iterator[Statement]:
 def models(suite: str, runs: Runs) -> Iterator[Statement]:
     """GSPO and replay against GRPO on every model, dense ones among them, and the drift of GRPO there."""
     rewards = contrasts(runs, "arm", "grpo", TOPOLOGY, final_reward)
-    yield from compared(
-        suite, "GRPO's instability is that of experts; GSPO's advantage goes with it", "§5.3", "final reward",
-        "arm", rewards,
-    )  # fmt: skip
+    for arm, claim in (("gspo", EXPERTS), ("grpo+replay", NEEDS_REPLAY)):
+        mine = [contrast for contrast in rewards if contrast.value == arm]
+        yield from compared(suite, claim, "§5.3", "final reward", "arm", mine)
     for words, group in cells_of([run for run in runs if run.arm == "grpo"], TOPOLOGY).items():
         first = summary_of(group, mean_of("drift/first"))
         lost = sum(run.collapse.step is not None for run in group)
@@ -217,6 +238,51 @@ def models(suite: str, runs: Runs) -> Iterator[Statement]:
             shown_range(100 * first.low, 100 * first.high, first.n) if first.n else "none",
             str(len(group)),
             ids(group),
+        )
+
+
+def against_dense(suite: str, runs: Runs) -> Iterator[Statement]:
+    """Whether GSPO's advantage, and GRPO's collapses, are larger on the MoE than on each dense model."""
+    cells = {
+        name: {arm: [run for run in group if run.arm == arm] for arm in ("grpo", "gspo")}
+        for name, group in cells_of(runs, ("model.name",)).items()
+    }
+    moe = cells.pop("model.name=tiny", None)
+    if moe is None:
+        return
+    rows, ranks = [], []
+    for name, dense in cells.items():
+        ahead, behind = (difference("gspo", "grpo", of, final_reward) for of in (moe, dense))
+        gains = [
+            {seed: gspo[seed] - grpo[seed] for seed in gspo.keys() & grpo.keys()}
+            for gspo, grpo in (
+                (by_seed(of["gspo"], final_reward), by_seed(of["grpo"], final_reward)) for of in (moe, dense)
+            )
+        ]
+        behind_it = ids(*moe.values(), *dense.values())
+        rows.append(
+            Tested(
+                EXPERTS,
+                "§5.3",
+                f"gspo − grpo, final reward, on the MoE ({shown_difference(ahead)}) − on {name} "
+                f"({shown_difference(behind)}):",
+                Difference("MoE", name, paired_difference(*gains), paired_test(*gains)),
+                behind_it,
+            )
+        )
+        ranks.append((name, lifetimes(moe["grpo"]), lifetimes(dense["grpo"]), behind_it))
+    yield from tested(suite, rows)
+    found = [log_rank(one, other) for _, one, other, _ in ranks]
+    for (name, one, other, behind_it), test, p in zip(ranks, found, holm([t.p for t in found]), strict=True):
+        yield Statement(
+            EXPERTS,
+            "§5.3",
+            suite,
+            f"grpo on the MoE and on {name}: {one.events} of {one.n} against {other.events} of {other.n} "
+            f"collapsed ({test.note or shown_p(p) + ': ' + says(p)})",
+            "none",
+            f"{one.n} and {other.n}",
+            behind_it,
         )
 
 

@@ -42,12 +42,15 @@ def test_skipping_the_pass_by_arm():
         for arm, lost in (("grpo", 0.2), ("gspo", 0.0)):
             for redo in (True, False):
                 run = made("recompute", arm, seed, level(0.5 - lost * (not redo)), rollout__recompute=redo)
-                runs.append(columns(run, time__total=1.0 if redo else 0.8, time__old_policy=0.25 * redo))
+                run = columns(run, time__total=1.0 if redo else 0.8, time__old_policy=0.25 * redo)
+                every_fifth = run.table["step"] % 5 == 0  # measures drift, and runs the pass for that
+                run.table["drift/old"] = np.where(every_fifth, 0.01, np.nan)
+                runs.append(columns(run, time__total=run.table["time/total"] + every_fifth))
     lost = row(runs, "grpo: final reward, rollout.recompute=False − True: -0.2")
     # 8 pairs of one sign: 2 of 256 sign patterns, times 2 comparisons
     assert "p = 0.016" in lost.measured and "they differ" in lost.measured and lost.n == "8 pairs"
     assert "not separated" in row(runs, "gspo: final reward").measured
-    saved = row(runs, "grpo: seconds a step, skipped − recomputed: -0.2 of 1")
+    saved = row(runs, "grpo: seconds a step without drift measured, skipped − recomputed: -0.2 of 1")
     assert "the pass takes 0.25" in saved.measured
 
 
@@ -94,15 +97,17 @@ def test_turns_by_objective_and_the_identity():
 def test_growth_of_lengths():
     runs = []
     for seed in SEEDS:
-        for arm, slope in (("grpo", 1.0), ("dr_grpo", 0.5)):
-            run = made("length_growth", arm, seed, level(0.5), advantages="paper")
+        for mode, slope in (("seq-mean-token-mean", 1.0), ("token-mean", 0.5)):
+            run = made("length_growth", "grpo", seed, level(0.5), objective__aggregation=mode)
             steps = run.table["step"].to_numpy(float)
             run.table["response/length"] = np.where(steps > 0, 10 + slope * steps, np.nan)
             runs.append(columns(run, response__length_better=12.0, response__length_worse=15.0))
     # of 20 steps two are 10 %: 10 + 1.5 slope against 10 + 19.5 slope
     assert growth(runs[0]) == pytest.approx(18.0) and growth(runs[1]) == pytest.approx(9.0)
-    assert row(runs, "dr_grpo: +9 tokens").measured.endswith("mean reward have 12.0, those below 15.0")
-    assert "objective=dr_grpo − grpo: -9" in row(runs, "growth in tokens").measured
+    halved = row(runs, "grpo (objective.aggregation=token-mean): +9 tokens")
+    assert halved.measured.endswith("mean reward have 12.0, those below 15.0")
+    measured = row(runs, "growth in tokens").measured
+    assert "objective.aggregation=token-mean − seq-mean-token-mean: -9" in measured
 
 
 def test_gspo_without_group_normalisation():
@@ -128,5 +133,8 @@ def test_models_are_compared_within_themselves():
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["model.name=tiny: gspo (n = 8)", "model.name=dense: gspo (n = 8)"]
     lost = [s for s in statements(runs) if "collapsed" in s.measured and "drift" in s.claim]
+    more, rank = row(runs, "on the MoE (+0.2) − on model.name=dense"), row(runs, "grpo on the MoE and on")
+    assert "(+0): +0.2 (p = 0.008: they differ)" in more.measured
+    assert "8 of 8 against 8 of 8 collapsed (no test: every run collapsed at the same step)" in rank.measured
     assert len(lost) == 2 and all("8 of 8 collapsed" in s.measured for s in lost)
     assert lost[0].measured.startswith("model.name=tiny: 1 % of experts changed by a first update")
