@@ -291,6 +291,7 @@ SECTIONS: dict[str, tuple[Section, ...]] = {
     "fig1_longer": (longer,),
     "fig1": (drift, arms, capacity, survival, clipping, efficiency),
     "fig2": (clip_ranges,),
+    "search_rates": (rates,),
     "search": (regimes, rates),
     "intervention": (intervention,),
     "recompute": (recompute,),

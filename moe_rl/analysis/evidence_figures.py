@@ -242,6 +242,7 @@ FIGURES: dict[str, dict[str, Callable[[Runs], Figure | None]]] = {
     "fig1_longer": {"longer": lengthening},
     "fig1": {"convergence": convergence, "survival": survival, "efficiency": efficiency},
     "fig2": {"clip_grid": clip_grid},
+    "search_rates": {},
     "search": {"regimes": regimes},
     "intervention": {"doses": doses},
     "recompute": {"skipped": forest_of("rollout.recompute", True, ("arm", "rollout.sampler_dtype"))},

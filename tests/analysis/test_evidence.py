@@ -198,6 +198,9 @@ def test_each_arms_own_best_learning_rate() -> None:
     )
     assert found.n == "4 a rate" and found.interval == "range of 4: 0.6 to 0.6 at 0.0003"
     assert len(found.runs) == 12
+    lower = [made("search_rates", "gspo", 0, level(r), optim__lr=lr) for lr, r in ((3e-5, 0.7), (1e-4, 0.5))]
+    (only,) = [s for s in statements(lower) if s.suite == "search_rates"]
+    assert only.measured.endswith("best 3e-05, the lowest tried (chosen after the fact)")
 
 
 def test_doses_and_controls() -> None:
