@@ -29,7 +29,7 @@ from experiments.blocks import SIZES, Block, Overrides, read_blocks, runs_of
 from experiments.footprint import SUITE as PUBLISHED_SUITE
 from experiments.footprint import published_statements
 from moe_rl.analysis.claims_warning import SUITE as WARNING
-from moe_rl.analysis.evidence_report import claim_table, claims_alone, insert_table, write_evidence
+from moe_rl.analysis.evidence_report import claim_table, insert_table, write_evidence
 from moe_rl.analysis.measured_files import export_measured
 from moe_rl.analysis.run_files import commands_in, export
 from moe_rl.store import StoreError, find_runs
@@ -143,9 +143,10 @@ def export_runs(options: dict[str, str]) -> None:
 def build() -> None:
     """Table, figures and the README's table from the committed tables of runs."""
     rows = write_evidence(RESULTS, commands(), published_statements(), DEFAULTS)
-    claims = claims_alone(rows)
-    more = f"\n{len(rows) - len(claims)} further measurements: [claims.md](experiments/results/claims.md).\n"
-    insert_table(ROOT / "README.md", claim_table(claims, commands()) + more)
+    claims = list(dict.fromkeys(row.claim for row in rows))
+    shown = sorted((row for row in rows if row.headline), key=lambda row: claims.index(row.claim))
+    more = f"\n{len(rows) - len(shown)} further rows: [claims.md](experiments/results/claims.md).\n"
+    insert_table(ROOT / "README.md", claim_table(shown, commands()) + more)
     print(f"{len(rows)} statements: {RESULTS / 'claims.md'}, figures beside it, and the table in README.md")
 
 

@@ -88,8 +88,9 @@ def published_statements() -> list[Statement]:
             f"{RESPONSES * LONG * model['trace'] / 1e9:.0f} GB",
             "computed",
             "1 model",
+            headline=place == 0,  # the paper's base
         )
-        for model in model_table().to_dict("records")
+        for place, model in enumerate(model_table().to_dict("records"))
     ]
 
 

@@ -86,6 +86,7 @@ def drift(suite: str, runs: Runs) -> Iterator[Statement]:
                 shown_range(100 * first.low, 100 * first.high, first.n) + " % after the first",
                 str(first.n),
                 ids(group),
+                headline=True,
             )
 
 
@@ -113,6 +114,7 @@ def arms(suite: str, runs: Runs) -> Iterator[Statement]:
             shown_range(row.summary.low, row.summary.high, row.n, signed=True),
             f"{row.n} pairs",
             ids(found[row.arm], found[row.minus]),
+            headline=row.arm in ("grpo+replay", "gspo") and row.minus == "grpo",
         )
 
 
@@ -175,6 +177,7 @@ def clipping(suite: str, runs: Runs) -> Iterator[Statement]:
             shown_range(10**times.low, 10**times.high, times.n),
             str(times.n),
             ids(found["grpo"], found["gspo"]),
+            headline=True,
         )
 
 
@@ -200,6 +203,7 @@ def clip_ranges(suite: str, runs: Runs) -> Iterator[Statement]:
         shown_range(10**gap.low, 10**gap.high, gap.n) + " as a factor",
         f"{gap.n} pairs",
         ids(behind),
+        headline=True,
     )
     for arm in ("grpo", "gspo"):
         accuracy = {scale: summary_of(cells[arm][scale], final_greedy) for scale in scales}
@@ -239,6 +243,7 @@ def efficiency(suite: str, runs: Runs) -> Iterator[Statement]:
         shown_range(row.summary.low, row.summary.high, row.n, signed=True),
         f"{row.n} pairs",
         ids(both),
+        headline=True,
     )
 
 
@@ -263,6 +268,7 @@ def longer(suite: str, runs: Runs) -> Iterator[Statement]:
                 f"{first_lengthening(found[label][0])}), both under the longest limit:",
                 Difference("end", "before", paired_difference(*pair), paired_test(*pair)),
                 ids(found[label]),
+                headline=found[label][0].arm == "gspo",
             )
             for label, pair in gains.items()
         ],
@@ -270,7 +276,7 @@ def longer(suite: str, runs: Runs) -> Iterator[Statement]:
     queries = "rollout.query_set_steps"
     for key, base, context in ((queries, None, ("arm",)), ("arm", "grpo", (queries,))):
         pairs = contrasts(runs, key, base, context, final_greedy)
-        yield from compared(suite, LONGER, "§5.1", "greedy accuracy at the end", key, pairs)
+        yield from compared(suite, LONGER, "§5.1", "greedy accuracy at the end", key, pairs, headline=True)
 
 
 def first_lengthening(run: CompactRun) -> int:

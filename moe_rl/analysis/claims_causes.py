@@ -34,6 +34,7 @@ IRREVERSIBLE = (
     "collapse is often irreversible: rolling back, retuning the clip range, longer generation or other "
     "queries may not recover it"
 )
+PAPERS_DOSE = 0.1  # of the experts, after one update (§5.3)
 HEALTHY = "no claim: how many runs that did not collapse pass the test of recovery"
 
 
@@ -56,6 +57,7 @@ def regimes(suite: str, runs: Runs) -> Iterator[Statement]:
         shown_range(row.summary.low, row.summary.high, row.n, signed=True),
         f"{row.n} pairs a regime",
         ids(runs),
+        headline=True,
     )
 
 
@@ -92,6 +94,7 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
                 "without − with replay of the changed experts",
                 pair.difference,
                 ids(pair.alone, pair.replayed),
+                headline=pair.dose == PAPERS_DOSE,
             )
             for pair in dose_pairs(runs)
         ],
@@ -106,6 +109,7 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
                 "ratio pass − with none (replay)",
                 effect.difference,
                 ids(effect.runs),
+                headline=effect.dose == PAPERS_DOSE or effect.objective == "gspo",
             )
             for effect in dose_effects(runs)
         ],
@@ -119,6 +123,7 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
                 f"{control.words}: final reward",
                 control.difference,
                 ids(control.runs),
+                headline=control.dose in (None, PAPERS_DOSE),
             )
             for control in matched_controls(runs)
         ],
@@ -138,4 +143,5 @@ def recovery(suite: str, runs: Runs, everything: Runs) -> Iterator[Statement]:
             f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)",
             str(share.n),
             ids(outcome.runs),
+            headline=not outcome.healthy,
         )

@@ -61,6 +61,7 @@ def time(words: str, group: Group) -> Iterator[Statement]:
         shown_range(last.low, last.high, last.n) + f" times (R2 at {longest})",
         f"{len(group)} seeds",
         tuple(one.id for one in group),
+        headline=True,
     )
 
 

@@ -86,6 +86,7 @@ def length(words: str, group: Group) -> Iterator[Statement]:
             f"{shown_range(inflation.low, inflation.high, inflation.n)} times independent",
             _seeds(group, lengths),
             tuple(one.id for one in group),
+            headline=True,
         )
 
 
@@ -112,6 +113,7 @@ def clipping(words: str, group: Group) -> Iterator[Statement]:
         shown_range(responses[1].low, responses[1].high, responses[1].n) + " of the longest responses",
         _seeds(group, lengths),
         tuple(one.id for one in group),
+        headline=True,
     )
 
 
@@ -151,6 +153,7 @@ def precision(words: str, group: Group) -> Iterator[Statement]:
         shown_range(outside.low, outside.high, outside.n) + " of responses outside",
         f"{len(group)} seeds",
         tuple(one.id for one in group),
+        headline=True,
     )
 
 
@@ -180,6 +183,7 @@ def gradients(words: str, group: Group) -> Iterator[Statement]:
         f"{arms[-1]} − grpo {shown_range(last.low, last.high, last.n, signed=True)}" if gaps else "none",
         f"{len(group)} seeds",
         tuple(one.id for one in group),
+        headline=True,
     )
 
 

@@ -94,7 +94,13 @@ def cells_of(runs: Runs, context: Sequence[str]) -> dict[str, list[CompactRun]]:
 
 
 def compared(
-    suite: str, claim: str, source: str, what: str, key: str, found: Sequence[Contrast]
+    suite: str,
+    claim: str,
+    source: str,
+    what: str,
+    key: str,
+    found: Sequence[Contrast],
+    headline: bool = False,
 ) -> Iterator[Statement]:
     """A row for each contrast of one kind."""
     yield from tested(
@@ -107,6 +113,7 @@ def compared(
                 f"{contrast.base}:",
                 contrast.difference,
                 ids(contrast.runs),
+                headline=headline,
             )
             for contrast in found
         ],
@@ -117,7 +124,7 @@ def recompute(suite: str, runs: Runs) -> Iterator[Statement]:
     """What training with the sampler's likelihoods loses, and the time that it saves."""
     key, context = "rollout.recompute", ("arm", "rollout.sampler_dtype")
     rewards = contrasts(runs, key, True, context, final_reward)
-    yield from compared(suite, SKIPS, "§5.4", "final reward", key, rewards)
+    yield from compared(suite, SKIPS, "§5.4", "final reward", key, rewards, headline=True)
     for contrast in contrasts(runs, key, True, context, undisturbed("time/total")):
         row = contrast.difference
         passes = summary_of([r for r in contrast.runs if setting(r, key)], undisturbed("time/old_policy"))
@@ -153,7 +160,7 @@ def partial_rollout(suite: str, runs: Runs) -> Iterator[Statement]:
     key, skips = "rollout.ahead", "rollout.recompute"
     spanning = [run for run in runs if setting(run, key)]
     found = contrasts(spanning, skips, True, ("arm", key), final_reward)
-    yield from compared(suite, PARTIAL, "§5.4", "final reward of partial rollouts", skips, found)
+    yield from compared(suite, PARTIAL, "§5.4", "final reward of partial rollouts", skips, found, True)
     found = contrasts(runs, key, 0, ("arm", skips), final_reward)
     yield from compared(suite, SPANS, "§5.4", "final reward", key, found)
     for label, group in arms_of(spanning).items():
@@ -176,7 +183,7 @@ def turns(suite: str, runs: Runs) -> Iterator[Statement]:
     """Advantages by turn against by response, and GSPO-token with constant advantages against GSPO."""
     key = "advantages_by"
     by_turn = contrasts(runs, key, "response", ("arm",), final_reward)
-    yield from compared(suite, TURNS, "§4.3", "final reward", key, by_turn)
+    yield from compared(suite, TURNS, "§4.3", "final reward", key, by_turn, headline=True)
     whole = [r for r in runs if setting(r, key) == "response" and str(r.arm).startswith("gspo")]
     yield from compared(
         suite,
@@ -207,7 +214,7 @@ def length_growth(suite: str, runs: Runs) -> Iterator[Statement]:
         )
     key, usual = "objective.aggregation", "seq-mean-token-mean"
     against = contrasts([r for r in runs if r.arm == "grpo"], key, usual, (), growth)
-    yield from compared(suite, LENGTH, "Dr.GRPO (2503.20783)", "grpo, growth in tokens", key, against)
+    yield from compared(suite, LENGTH, "Dr.GRPO (2503.20783)", "grpo, growth in tokens", key, against, True)
     gspo, key = [r for r in runs if r.arm == "gspo"], "advantages"
     for what, measure in (("final reward", final_reward), ("growth in tokens", growth)):
         yield from compared(
@@ -268,6 +275,7 @@ def against_dense(suite: str, runs: Runs) -> Iterator[Statement]:
                 f"({shown_difference(behind)}):",
                 Difference("MoE", name, paired_difference(*gains), paired_test(*gains)),
                 behind_it,
+                headline=True,
             )
         )
         ranks.append((name, lifetimes(moe["grpo"]), lifetimes(dense["grpo"]), behind_it))

@@ -137,7 +137,10 @@ def shown_summary(summary: Summary) -> str:
 
 @dataclass(frozen=True)
 class Statement:
-    """A row of the claim table: what the paper says, what the runs of a suite gave, and from which runs."""
+    """A row of the claim table: what the paper says, what the runs of a suite gave, and from which runs.
+
+    headline: whether the README shows it, beside the page that shows all.
+    """
 
     claim: str
     source: str
@@ -146,6 +149,7 @@ class Statement:
     interval: str
     n: str
     runs: tuple[str, ...] = field(default=())
+    headline: bool = False
 
 
 def shown_difference(row: Difference) -> str:
@@ -183,6 +187,7 @@ class Tested:
     difference: Difference
     runs: tuple[str, ...]
     after: str = ""
+    headline: bool = False
 
 
 def tested(suite: str, rows: Sequence[Tested]) -> Iterator[Statement]:
@@ -199,4 +204,5 @@ def tested(suite: str, rows: Sequence[Tested]) -> Iterator[Statement]:
             shown_range(found.summary.low, found.summary.high, found.n, signed=True),
             f"{found.n} pairs",
             row.runs,
+            row.headline,
         )

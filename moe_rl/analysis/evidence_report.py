@@ -79,11 +79,6 @@ def claim_table(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:
     return HEAD + "".join(lines)
 
 
-def claims_alone(rows: Sequence[Statement]) -> list[Statement]:
-    """The statements on a claim of the paper, without the further measurements."""
-    return [row for row in rows if not row.claim.startswith("no claim")]
-
-
 def claims_page(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:
     """The table with how it is to be read."""
     return (

@@ -148,10 +148,11 @@ def dose_effects(runs: Sequence[CompactRun]) -> list[Effect]:
 
 @dataclass(frozen=True)
 class Control:
-    """A comparison of an intervention with its control, in words."""
+    """A comparison of an intervention with its control, in words; `dose`: of experts changed, if any were."""
 
     claim: str
     words: str
+    dose: float | None
     difference: Difference
     runs: tuple[CompactRun, ...]
 
@@ -169,6 +170,7 @@ def matched_controls(runs: Sequence[CompactRun]) -> list[Control]:
             Control(
                 "GRPO fails because its routers move",
                 "GRPO with frozen − with free routers",
+                None,
                 difference("frozen", "free", groups, final_reward),
                 (*still, *plain),
             )
@@ -193,6 +195,7 @@ def matched_controls(runs: Sequence[CompactRun]) -> list[Control]:
                 "it is the routing, not any noise in the ratio of the same size",
                 f"GRPO with {100 * dose:g} % of experts changed in the ratio pass (KL {kl:.2g} nats a token) "
                 f"− with noise of {sigma:g} nats (KL {mean_kl(noisy[sigma]):.2g}, the nearest)",
+                dose,
                 difference("swapped", "noise", groups, final_reward),
                 (*group, *noisy[sigma]),
             )

@@ -329,6 +329,9 @@ def test_curves_and_bands(fig1: list[CompactRun]) -> None:
 def test_everything_is_written_from_the_files_alone(tmp_path: Path, fig1: list[CompactRun]) -> None:
     for run in fig1:
         write_compact(run, tmp_path / "runs")
+    assert {s.measured.partition(":")[0] for s in statements(fig1) if s.headline} >= {
+        "final reward, grpo+replay − grpo", "final reward, gspo − grpo"
+    }  # fmt: skip
     rows = write_evidence(tmp_path, {"fig1_sort": "make evidence size=full block=fig1_sort"})
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
         "fig1_sort_convergence.png", "fig1_sort_survival.png", "fig1_sort_efficiency.png",
