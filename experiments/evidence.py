@@ -28,6 +28,7 @@ from pathlib import Path
 from experiments.blocks import SIZES, Block, Overrides, read_blocks, runs_of
 from experiments.footprint import SUITE as PUBLISHED_SUITE
 from experiments.footprint import published_statements
+from moe_rl.analysis.claims import BOTH, COLD_STARTS
 from moe_rl.analysis.claims_warning import SUITE as WARNING
 from moe_rl.analysis.evidence_report import claim_table, insert_table, write_evidence
 from moe_rl.analysis.measured_files import export_measured
@@ -159,6 +160,7 @@ def commands() -> dict[str, str]:
     for block in read_blocks("full").values():
         more = f"make evidence size=full block={block.name}"
         found[block.suite] = f"{found[block.suite]} && {more}" if block.suite in found else more
+    found[BOTH] = " && ".join(found[suite] for suite in COLD_STARTS if suite in found)
     return found
 
 

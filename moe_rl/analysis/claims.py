@@ -8,6 +8,7 @@ without p < 0.05 the words are "not separated".
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -63,6 +64,9 @@ PAIRS = (
 )
 LONGER = "more training, refreshed query sets and longer generation keep improving GSPO"
 NO_REPLAY = "GSPO needs no Routing Replay, and is more stable and efficient at equal compute and queries"
+COLD_STARTS = ("fig1_sort", "fig1_sort_again")  # one configuration, but for model.seed and cold_start.seed
+BOTH = "fig1_sort_both"
+SEEDS = 1_000_000  # more than there are in a suite
 CLAIM_OF = {
     "grpo+replay": (NEEDS_REPLAY, "Fig. 3"),
     "grpo+rollout_replay": (NEEDS_REPLAY + " (R3)", "Fig. 3"),
@@ -70,6 +74,40 @@ CLAIM_OF = {
     "ppo": ("no claim: token ratios with a value model, PPO", "Eq. 1"),
     "dpo": ("no claim: preference pairs, DPO", "–"),
 }
+
+
+def both_cold_starts(runs: Runs) -> Iterator[Statement]:
+    """Final reward of the arms over two suites that differ in initialisation and cold start alone; a pair is
+    a seed of a suite."""
+    suites = [suite for suite in COLD_STARTS if any(run.suite == suite for run in runs)]
+    if len(suites) < len(COLD_STARTS):
+        return
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    members: dict[str, list[CompactRun]] = defaultdict(list)
+    for place, suite in enumerate(suites):
+        for arm, group in arms_of([run for run in runs if run.suite == suite]).items():
+            members[arm] += group
+            for seed, value in by_seed(group, final_reward).items():
+                values[arm][place * SEEDS + seed] = value
+    rows = []
+    for arm, minus in PAIRS[:4]:
+        if arm == "grpo+rollout_replay" or not {arm, minus} <= values.keys():
+            continue
+        pair = values[arm], values[minus]
+        claim, source = CLAIM_OF[arm]
+        one, other = lifetimes(members[arm]), lifetimes(members[minus])
+        rows.append(
+            Tested(
+                claim,
+                source,
+                f"both cold starts together: final reward, {arm} − {minus}:",
+                Difference(arm, minus, paired_difference(*pair), paired_test(*pair)),
+                ids(members[arm], members[minus]),
+                f"; {one.events} of {one.n} against {other.events} of {other.n} collapsed",
+                headline=minus == "grpo",
+            )
+        )
+    yield from tested(BOTH, rows)
 
 
 def drift(suite: str, runs: Runs) -> Iterator[Statement]:
@@ -319,4 +357,5 @@ def statements(runs: Runs) -> list[Statement]:
             found.extend(section(suite, mine))
         if suite.startswith("recovery"):
             found.extend(recovery(suite, mine, runs))
+    found.extend(both_cold_starts(runs))
     return [*found, *warning_statements(runs)]  # of all suites together: collapses are few

@@ -272,6 +272,19 @@ def test_what_becomes_of_collapsed_runs() -> None:
     assert sum(s.claim.startswith("no claim") for s in rows) == 2
 
 
+def test_two_cold_starts_pair_within_each() -> None:
+    runs = [
+        made(suite, arm, seed, level(base + gain))
+        for suite, base in (("fig1_sort", 0.4), ("fig1_sort_again", 0.6))
+        for arm, gain in (("grpo", 0.0), ("gspo", 0.1))
+        for seed in range(4)
+    ]
+    found = row(runs, "both cold starts together: final reward, gspo − grpo")
+    assert "+0.1 (p = 0.008: they differ); 0 of 8 against 0 of 8" in found.measured and found.n == "8 pairs"
+    assert len(found.runs) == 16
+    assert not [s for s in statements(runs[:8]) if "both cold starts" in s.measured]
+
+
 def test_longer_training() -> None:
     runs = [
         made("fig1_longer", "gspo", seed, level(0.5, 10) + level(0.7, 10),
