@@ -27,7 +27,7 @@ from moe_rl.analysis.regimes import (
     regime_differences,
 )
 from moe_rl.analysis.run_files import CompactRun
-from moe_rl.analysis.statistics import holm, proportion
+from moe_rl.analysis.statistics import holm, proportion, summarise
 
 Runs = Sequence[CompactRun]
 IRREVERSIBLE = (
@@ -133,15 +133,17 @@ def intervention(suite: str, runs: Runs) -> Iterator[Statement]:
 def recovery(suite: str, runs: Runs, everything: Runs) -> Iterator[Statement]:
     """How many collapsed runs come back, by what was changed; and how many healthy ones keep as much."""
     for outcome in outcomes(runs, everything):
-        share = proportion(outcome.recovered, outcome.n)
+        share, mean = proportion(outcome.recovered, len(outcome.runs)), summarise(outcome.regained)
         yield Statement(
             HEALTHY if outcome.healthy else IRREVERSIBLE,
             "§1, §3",
             suite,
             f"{outcome.words}: {share.hits} of {share.n} ended at 90 % or more of the reward before "
-            + ("going on" if outcome.healthy else "the decline"),
-            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact)",
+            + ("going on" if outcome.healthy else "the decline")
+            + f", {shown_summary(mean)} of it in the mean",
+            f"95 %: {share.low:.2g} to {share.high:.2g} of runs (exact); the mean "
+            + shown_range(mean.low, mean.high, mean.n),
             str(share.n),
             ids(outcome.runs),
-            headline=not outcome.healthy,
+            headline=outcome.words.startswith("left alone") or outcome.words.endswith("nothing changed"),
         )

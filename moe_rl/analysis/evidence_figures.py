@@ -16,10 +16,10 @@ from moe_rl.analysis.claims_warning import SUITE, warning_figure
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
 from moe_rl.analysis.plots import STEP, Look, Panel, dress, legend, looks
-from moe_rl.analysis.recovery import outcomes
+from moe_rl.analysis.recovery import BACK, outcomes
 from moe_rl.analysis.regimes import dose_of, objective_of, regime_differences, replayed
 from moe_rl.analysis.run_files import UNCLIPPED, CompactRun
-from moe_rl.analysis.statistics import Summary, iqm_columns, proportion
+from moe_rl.analysis.statistics import Summary, iqm_columns, summarise
 from moe_rl.analysis.survival import kaplan_meier
 
 Runs = Sequence[CompactRun]
@@ -213,17 +213,17 @@ def doses(runs: Runs) -> Figure | None:
 
 
 def recovery(runs: Runs, everything: Runs) -> Figure | None:
-    """Share of runs that ended at their level before the collapse, with exact 95 % intervals."""
+    """What runs ended at, over their level before the decline, by start and treatment."""
     found = outcomes(runs, everything)
     if not found:
         return None
-    shares = [proportion(outcome.recovered, outcome.n) for outcome in found]
-    rows = [Summary(s.n, s.hits / s.n, s.hits / s.n, s.low, s.high, "exact 95 % interval") for s in shares]
-    return _forest(
+    figure = _forest(
         [outcome.words for outcome in found],
-        rows,
-        "share of runs that ended at 90 % of their reward before the decline",
+        [summarise(outcome.regained) for outcome in found],
+        "reward at the end / before the decline (healthy: before going on)",
     )
+    figure.axes[0].axvline(BACK, color="#888888", linewidth=0.8, linestyle=":")
+    return figure
 
 
 def forest_of(key: str, base: object, context: Sequence[str]) -> Callable[[Runs], Figure | None]:

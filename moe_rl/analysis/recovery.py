@@ -30,13 +30,18 @@ TREATMENTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Runs of one start and treatment: how many of `n` came back. `healthy`: from runs without a collapse."""
+    """Runs of one start and treatment. `healthy`: from runs without a collapse; `regained`: what each ended
+    at, as a share of its level."""
 
     words: str
     healthy: bool
-    recovered: int
-    n: int
+    regained: tuple[float, ...]
     runs: tuple[CompactRun, ...]
+
+    @property
+    def recovered(self) -> int:
+        """How many came back."""
+        return sum(share >= BACK for share in self.regained)
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ def mean_before(run: CompactRun, step: int) -> float:
     return float(earlier.tail(SMOOTH).mean())
 
 
-def came_back(run: CompactRun, level: float) -> bool:
-    """Whether the run ends at the level; never for one that ended because a value was not finite."""
-    return run.header["status"] != "collapsed" and mean_before(run, len(run.steps) + 1) >= BACK * level
+def regained(run: CompactRun, level: float) -> float:
+    """What the run ends at over the level; 0 for one that ended because a value was not finite."""
+    return 0.0 if run.header["status"] == "collapsed" else mean_before(run, len(run.steps) + 1) / level
 
 
 def start_of(run: CompactRun, sources: dict[str, CompactRun]) -> Start | None:
@@ -92,7 +97,7 @@ def outcomes(runs: Sequence[CompactRun], everything: Sequence[CompactRun]) -> li
     """By start and treatment, and how the collapsed runs ended by themselves; a run whose source is not among
     `everything` cannot be judged: left out."""
     sources = {run.id: run for run in everything}
-    groups: dict[tuple[bool, str], list[tuple[CompactRun, bool]]] = defaultdict(list)
+    groups: dict[tuple[bool, str], list[tuple[CompactRun, float]]] = defaultdict(list)
     collapsed: dict[str, Start] = {}
     for run in runs:
         start = start_of(run, sources)
@@ -100,13 +105,13 @@ def outcomes(runs: Sequence[CompactRun], everything: Sequence[CompactRun]) -> li
             continue
         healthy = decline(start.source) is None
         words = f"{start.words}, {treatment(run, start.source)}"
-        groups[healthy, words].append((run, came_back(run, start.level)))
+        groups[healthy, words].append((run, regained(run, start.level)))
         if not healthy:
             collapsed[start.source.id] = start
     for start in collapsed.values():
         words = "left alone, to its own last step"
-        groups[False, words].append((start.source, came_back(start.source, start.level)))
+        groups[False, words].append((start.source, regained(start.source, start.level)))
     return [
-        Outcome(words, healthy, sum(back for _, back in group), len(group), tuple(run for run, _ in group))
+        Outcome(words, healthy, tuple(share for _, share in group), tuple(run for run, _ in group))
         for (healthy, words), group in sorted(groups.items())
     ]

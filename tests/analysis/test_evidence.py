@@ -254,7 +254,7 @@ def test_what_becomes_of_collapsed_runs() -> None:
     ]
     everything = [source, healthy, *runs]
     found = {
-        outcome.words: (outcome.healthy, outcome.recovered, outcome.n)
+        outcome.words: (outcome.healthy, outcome.recovered, len(outcome.regained))
         for outcome in outcomes(runs, everything)
     }
     assert found == {
@@ -267,6 +267,8 @@ def test_what_becomes_of_collapsed_runs() -> None:
         "healthy, from its middle, nothing changed": (True, 1, 1),  # 90 % of 0.4
         "healthy, from its end, nothing changed": (True, 0, 1),  # 0.8 is less than 90 % of 0.9
     }
+    kept = [o.regained for o in outcomes(runs, everything) if o.words.startswith("rolled back")]
+    assert kept == [pytest.approx((0.71 / 0.8,)), pytest.approx((0.73 / 0.8,))]
     rows = [s for s in statements(everything) if s.suite == "recovery"]
     assert len(rows) == 8 and all("(exact)" in s.interval for s in rows)
     assert sum(s.claim.startswith("no claim") for s in rows) == 2
