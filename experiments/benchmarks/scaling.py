@@ -30,8 +30,8 @@ AXES: dict[str, tuple[str, tuple[int, ...]]] = {
     "response length": ("rollout.max_new_tokens", (14, 32, 64, 128)),
     "responses a group": ("rollout.responses", (4, 8, 16, 32)),
 }
-SOME_STEPS = "experiments.benchmarks.scaling:some_steps"
 QUICK_AXES = {"layers": ("model.config.num_hidden_layers", (1, 2))}
+SOME_STEPS = "experiments.benchmarks.scaling:some_steps"
 COLUMNS = ("", *(f"{phase}, s" for phase in PHASES), "response tokens a second", "extra memory, MiB")
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
+from moe_rl.analysis.claims_longer import longer
 from moe_rl.analysis.claims_open import (
     NEEDS_REPLAY,
     against_dense,
-    compared,
-    contrasts,
     length_growth,
     models,
     partial_rollout,
@@ -62,7 +61,6 @@ PAIRS = (
     ("ppo", "grpo"),
     ("dpo", "grpo"),
 )
-LONGER = "more training, refreshed query sets and longer generation keep improving GSPO"
 NO_REPLAY = "GSPO needs no Routing Replay, and is more stable and efficient at equal compute and queries"
 COLD_STARTS = ("fig1_sort", "fig1_sort_again")  # one configuration, but for model.seed and cold_start.seed
 BOTH = "fig1_sort_both"
@@ -283,50 +281,6 @@ def efficiency(suite: str, runs: Runs) -> Iterator[Statement]:
         ids(both),
         headline=True,
     )
-
-
-def longer(suite: str, runs: Runs) -> Iterator[Statement]:
-    """What more training with longer generation gains, and what refreshing the query set adds to it."""
-    found = arms_of(runs)
-    gains = {
-        label: (
-            by_seed(group, final_greedy),
-            {run.seed: accuracy_before(run, first_lengthening(run)) for run in group},
-        )
-        for label, group in found.items()
-        if all(map(first_lengthening, group))
-    }
-    yield from tested(
-        suite,
-        [
-            Tested(
-                LONGER,
-                "§5.1",
-                f"{label}: greedy accuracy at the end − before generation was first lengthened (step "
-                f"{first_lengthening(found[label][0])}), both under the longest limit:",
-                Difference("end", "before", paired_difference(*pair), paired_test(*pair)),
-                ids(found[label]),
-                headline=found[label][0].arm == "gspo",
-            )
-            for label, pair in gains.items()
-        ],
-    )
-    queries = "rollout.query_set_steps"
-    for key, base, context in ((queries, None, ("arm",)), ("arm", "grpo", (queries,))):
-        pairs = contrasts(runs, key, base, context, final_greedy)
-        yield from compared(suite, LONGER, "§5.1", "greedy accuracy at the end", key, pairs, headline=True)
-
-
-def first_lengthening(run: CompactRun) -> int:
-    """The step from which generation may be longer than at the start; 0 if none."""
-    return min((step for step, _ in run.config["rollout"]["length_schedule"]), default=0)
-
-
-def accuracy_before(run: CompactRun, step: int) -> float:
-    """Greedy accuracy at the last evaluation before `step`."""
-    evals = run.evaluations("eval/greedy")
-    earlier = evals[evals["step"] < step]["value"]
-    return float(earlier.iloc[-1]) if len(earlier) else math.nan
 
 
 Section = Callable[[str, Runs], Iterator[Statement]]

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moe_rl.analysis.comparison import setting
 from moe_rl.analysis.early_warning import decline
@@ -51,19 +52,23 @@ class Start:
     source: CompactRun
     step: int
 
+    @cached_property
+    def onset(self) -> int | None:
+        """The first step of the source's decline; None for a healthy one."""
+        return decline(self.source)
+
     @property
     def words(self) -> str:
-        onset = decline(self.source)
-        if onset is None:
+        if self.onset is None:
             return (
                 "healthy, from its end" if self.step == len(self.source.steps) else "healthy, from its middle"
             )
-        return "rolled back to before the decline" if self.step < onset else "from the collapsed model"
+        return "rolled back to before the decline" if self.step < self.onset else "from the collapsed model"
 
     @property
     def level(self) -> float:
         """Mean reward of the last steps before the decline, or before the start of a healthy run."""
-        return mean_before(self.source, decline(self.source) or self.step + 1)
+        return mean_before(self.source, self.onset or self.step + 1)
 
 
 def mean_before(run: CompactRun, step: int) -> float:
@@ -103,7 +108,7 @@ def outcomes(runs: Sequence[CompactRun], everything: Sequence[CompactRun]) -> li
         start = start_of(run, sources)
         if start is None:
             continue
-        healthy = decline(start.source) is None
+        healthy = start.onset is None
         words = f"{start.words}, {treatment(run, start.source)}"
         groups[healthy, words].append((run, regained(run, start.level)))
         if not healthy:
