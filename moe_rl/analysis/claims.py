@@ -32,6 +32,7 @@ from moe_rl.analysis.evidence import (
     Tested,
     arms_of,
     by_seed,
+    collapses_compared,
     difference,
     final_greedy,
     final_reward,
@@ -49,8 +50,8 @@ from moe_rl.analysis.evidence import (
     tested,
 )
 from moe_rl.analysis.run_files import UNCLIPPED, CompactRun
-from moe_rl.analysis.statistics import holm, paired_difference, paired_test, proportion, summarise
-from moe_rl.analysis.survival import kaplan_meier, log_rank
+from moe_rl.analysis.statistics import paired_difference, paired_test, proportion, summarise
+from moe_rl.analysis.survival import kaplan_meier
 
 Runs = Sequence[CompactRun]
 PAIRS = (
@@ -130,28 +131,21 @@ def arms(suite: str, runs: Runs) -> Iterator[Statement]:
     """Final reward and time to collapse of the arms, in pairs."""
     found = arms_of(runs)
     pairs = [pair for pair in PAIRS if pair[0] in found and pair[1] in found]
-    rewards = [difference(arm, minus, found, final_reward) for arm, minus in pairs]
-    lives = [(lifetimes(found[arm]), lifetimes(found[minus])) for arm, minus in pairs]
-    reward_p = holm([row.test.p for row in rewards])
-    tests = [log_rank(*pair) for pair in lives]
-    collapse_p = holm([test.p for test in tests])
-    for index, row in enumerate(rewards):
-        claim, source = CLAIM_OF[row.arm]
-        one, other = lives[index]
-        collapses = f"{one.events} of {one.n} against {other.events} of {other.n} collapsed"
-        rank, note = shown_p(collapse_p[index]), tests[index].note
-        rank = note if not math.isfinite(collapse_p[index]) else f"{rank}, {note}" if note else rank
-        yield Statement(
-            claim,
-            source,
-            suite,
-            f"final reward, {row.arm} − {row.minus}: {shown_difference(row)} ({shown_p(reward_p[index])}"
-            f"{limit(row, len(rewards))}: {says(reward_p[index])}); {collapses} ({rank})",
-            shown_range(row.summary.low, row.summary.high, row.n, signed=True),
-            f"{row.n} pairs",
-            ids(found[row.arm], found[row.minus]),
-            headline=row.arm in ("grpo+replay", "gspo") and row.minus == "grpo",
-        )
+    collapses = collapses_compared([(lifetimes(found[arm]), lifetimes(found[minus])) for arm, minus in pairs])
+    yield from tested(
+        suite,
+        [
+            Tested(
+                *CLAIM_OF[arm],
+                f"final reward, {arm} − {minus}:",
+                difference(arm, minus, found, final_reward),
+                ids(found[arm], found[minus]),
+                f"; {collapsed}",
+                headline=arm in ("grpo+replay", "gspo") and minus == "grpo",
+            )
+            for (arm, minus), collapsed in zip(pairs, collapses, strict=True)
+        ],
+    )
 
 
 def capacity(suite: str, runs: Runs) -> Iterator[Statement]:

@@ -19,23 +19,21 @@ from moe_rl.analysis.evidence import (
     Statement,
     Tested,
     arms_of,
-    by_seed,
+    collapses_compared,
     difference,
     final_reward,
+    gains,
     ids,
     lifetimes,
     mean_of,
-    says,
     shown_difference,
-    shown_p,
     shown_range,
     shown_summary,
     summary_of,
     tested,
 )
 from moe_rl.analysis.run_files import CompactRun
-from moe_rl.analysis.statistics import holm, paired_difference, paired_test
-from moe_rl.analysis.survival import log_rank
+from moe_rl.analysis.statistics import paired_difference, paired_test
 from moe_rl.analysis.tables import FINAL_SHARE
 
 Runs = Sequence[CompactRun]
@@ -257,40 +255,33 @@ def against_dense(suite: str, runs: Runs) -> Iterator[Statement]:
     moe = cells.pop("model.name=tiny", None)
     if moe is None:
         return
-    rows, ranks = [], []
+    behind_it = {name: ids(*moe.values(), *dense.values()) for name, dense in cells.items()}
+    rows = []
     for name, dense in cells.items():
         ahead, behind = (difference("gspo", "grpo", of, final_reward) for of in (moe, dense))
-        gains = [
-            {seed: gspo[seed] - grpo[seed] for seed in gspo.keys() & grpo.keys()}
-            for gspo, grpo in (
-                (by_seed(of["gspo"], final_reward), by_seed(of["grpo"], final_reward)) for of in (moe, dense)
-            )
-        ]
-        behind_it = ids(*moe.values(), *dense.values())
+        pair = [gains(of["gspo"], of["grpo"], final_reward) for of in (moe, dense)]
         rows.append(
             Tested(
                 EXPERTS,
                 "§5.3",
                 f"gspo − grpo, final reward, on the MoE ({shown_difference(ahead)}) − on {name} "
                 f"({shown_difference(behind)}):",
-                Difference("MoE", name, paired_difference(*gains), paired_test(*gains)),
-                behind_it,
+                Difference("MoE", name, paired_difference(*pair), paired_test(*pair)),
+                behind_it[name],
                 headline=True,
             )
         )
-        ranks.append((name, lifetimes(moe["grpo"]), lifetimes(dense["grpo"]), behind_it))
     yield from tested(suite, rows)
-    found = [log_rank(one, other) for _, one, other, _ in ranks]
-    for (name, one, other, behind_it), test, p in zip(ranks, found, holm([t.p for t in found]), strict=True):
+    lives = [(lifetimes(moe["grpo"]), lifetimes(dense["grpo"])) for dense in cells.values()]
+    for name, (one, other), words in zip(cells, lives, collapses_compared(lives), strict=True):
         yield Statement(
             EXPERTS,
             "§5.3",
             suite,
-            f"grpo on the MoE and on {name}: {one.events} of {one.n} against {other.events} of {other.n} "
-            f"collapsed ({test.note or shown_p(p) + ': ' + says(p)})",
+            f"grpo on the MoE and on {name}: {words}",
             "none",
             f"{one.n} and {other.n}",
-            behind_it,
+            behind_it[name],
         )
 
 

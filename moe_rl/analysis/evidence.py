@@ -19,7 +19,7 @@ from moe_rl.analysis.statistics import (
     paired_test,
     summarise,
 )
-from moe_rl.analysis.survival import Lifetimes
+from moe_rl.analysis.survival import Lifetimes, log_rank
 from moe_rl.analysis.tables import FINAL_SHARE, three_digits
 
 SIGNIFICANT = 0.05
@@ -85,6 +85,12 @@ def by_seed(runs: Iterable[CompactRun], measure: Measure) -> dict[int, float]:
 def lifetimes(runs: Iterable[CompactRun]) -> Lifetimes:
     """Steps to collapse of these runs."""
     return Lifetimes.of([run.collapse for run in runs])
+
+
+def gains(arm: Iterable[CompactRun], minus: Iterable[CompactRun], measure: Measure) -> dict[int, float]:
+    """The measure of one arm minus that of another, by the seeds that both have."""
+    values, baseline = by_seed(arm, measure), by_seed(minus, measure)
+    return {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
 
 
 @dataclass(frozen=True)
@@ -206,3 +212,13 @@ def tested(suite: str, rows: Sequence[Tested]) -> Iterator[Statement]:
             row.runs,
             row.headline,
         )
+
+
+def collapses_compared(pairs: Sequence[tuple[Lifetimes, Lifetimes]]) -> list[str]:
+    """How many of two groups collapsed, with the p value of the log-rank test, by Holm over `pairs`."""
+    tests = [log_rank(*pair) for pair in pairs]
+    words = []
+    for (one, other), test, p in zip(pairs, tests, holm([test.p for test in tests]), strict=True):
+        rank = ", ".join(filter(None, (shown_p(p) if math.isfinite(p) else "", test.note)))
+        words.append(f"{one.events} of {one.n} against {other.events} of {other.n} collapsed ({rank})")
+    return words

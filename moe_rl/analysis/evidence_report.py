@@ -84,12 +84,12 @@ def claims_page(rows: Sequence[Statement], commands: Mapping[str, str]) -> str:
     return (
         "# Claims, and what came out\n\n"
         "Generated from `runs/` and `measured/` by `python -m experiments.evidence build`; do not edit. "
-        "Differences are paired by seed; intervals are 95 % percentile bootstraps of the mean from five "
-        "seeds on, each for itself and not adjusted, else the range of the seeds, and say so; p values are "
-        "two-sided and exact, by the sign-flip test or the log-rank test, adjusted by Holm over the "
-        "comparisons of one kind in a suite. So an interval may leave 0 out where its p value does not "
-        "separate: the p value is the test. `claims.csv` has the ids of the runs behind each row.\n\n"
-        + claim_table(rows, commands)
+        "Differences are paired by seed; intervals are 95 % bootstraps of the mean, percentiles expanded "
+        "for the number of seeds, from five on, each for itself and not adjusted, else the range of the "
+        "seeds, and say so; p values are two-sided and exact, by the sign-flip test or the log-rank test, "
+        "adjusted by Holm over the comparisons of one kind in a suite. So an interval may leave 0 out where "
+        "its p value does not separate: the p value is the test. `claims.csv` has the ids of the runs "
+        "behind each row.\n\n" + claim_table(rows, commands)
     )
 
 

@@ -61,7 +61,7 @@ def _reading(panels: Sequence[Panel], band: pd.DataFrame, comparison: Comparison
     yield "Thin lines: runs; thick line: their mean."
     kinds = set(band["interval"])
     if BOOTSTRAP in kinds:
-        yield "Band, 5 seeds or more: 95 % percentile bootstrap interval of the mean."
+        yield "Band, 5 seeds or more: 95 % bootstrap interval of the mean."
     if RANGE in kinds:
         yield "Band, fewer than 5 seeds: smallest to largest seed, not a confidence interval."
     width = bin_width(comparison.members)

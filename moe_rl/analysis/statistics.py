@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, permutation_test, trim_mean
+from scipy.stats import binomtest, norm, permutation_test, t, trim_mean
 
 MIN_SEEDS_FOR_INTERVAL = 5
 CONFIDENCE = 0.95
@@ -17,9 +17,9 @@ BOOTSTRAP, RANGE, SINGLE, NOTHING = "95 % bootstrap interval", "min–max of the
 class Summary:
     """Mean over seeds and what surrounds it.
 
-    low, high: by `interval`, the 95 % percentile bootstrap of the mean (n >= 5) or the smallest and largest
-    seed (n < 5), which is a range and claims no coverage.  iqm: interquartile mean, the mean of the middle
-    half (equal to the mean for n < 4).
+    low, high: by `interval`, the 95 % bootstrap of the mean (n >= 5, `tail_percent`) or the smallest and
+    largest seed (n < 5), which is a range and claims no coverage.  iqm: interquartile mean, the mean of the
+    middle half (equal to the mean for n < 4).
     """
 
     n: int
@@ -44,7 +44,7 @@ def summarise_columns(values_NC: np.ndarray) -> pd.DataFrame:
 
     values_NC: N seeds x C columns (steps, layers), NaN where a seed has no value.  Returns C rows with
     n, mean, low, high, interval.  Seeds are resampled whole, so that the band of a curve uses the same
-    resamples at every step; the percentile bootstrap of so few seeds is known to be somewhat narrow.
+    resamples at every step.
     """
     present_NC = np.isfinite(values_NC)
     n_C = present_NC.sum(axis=0)
@@ -68,9 +68,21 @@ def _mean_and_bounds(values_NC: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     if n < MIN_SEEDS_FOR_INTERVAL:
         return mean, smallest, largest
     counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    tail = 100 * (1 - CONFIDENCE) / 2
+    tail = tail_percent(n)
     low, high = np.percentile(counts @ values_NC / n, [tail, 100 - tail], axis=0)
     return mean, np.clip(low, smallest, mean), np.clip(high, mean, largest)
+
+
+def tail_percent(n: int) -> float:
+    """Which percentile of n seeds' resamples, and 100 minus it, bound a 95 % interval: 0.57 for n = 8.
+
+    Percentiles 2.5 and 97.5 are too narrow for few seeds, by √((n − 1) / n) and as a normal distribution is
+    narrower than a t: of five to eight normal values they hold the mean in 85 to 90 % of cases. Expanded
+    percentiles (Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69
+    (2015), "expanded percentile") hold it in 93 to 95 %; of skewed values in fewer.
+    """
+    half_width = np.sqrt(n / (n - 1)) * t.ppf((1 + CONFIDENCE) / 2, n - 1)
+    return float(100 * norm.cdf(-half_width))
 
 
 def _interval_name(n: int) -> str:
@@ -91,7 +103,7 @@ def iqm(values_N: np.ndarray) -> float:
 
 
 def iqm_columns(values_NC: np.ndarray) -> pd.DataFrame:
-    """Interquartile mean of each column over its finite rows, with its 95 % percentile bootstrap.
+    """Interquartile mean of each column over its finite rows, with its 95 % bootstrap.
 
     values_NC: N seeds x C columns, NaN where a seed has no value.  Returns C rows with n, iqm, low, high,
     interval, by the rules of `summarise_columns`: seeds are resampled whole, and fewer than five of them give
@@ -104,7 +116,7 @@ def iqm_columns(values_NC: np.ndarray) -> pd.DataFrame:
         low, high = (finite[0], finite[-1]) if n else (np.nan, np.nan)
         centre = float(low) if low == high else iqm(finite)  # equal seeds give their value, unrounded
         if n >= MIN_SEEDS_FOR_INTERVAL:
-            tail = 100 * (1 - CONFIDENCE) / 2
+            tail = tail_percent(n)
             bounds = np.percentile(_resampled_iqm(finite), [tail, 100 - tail])
             low, high = min(max(bounds[0], low), centre), max(min(bounds[1], high), centre)
         rows.append((n, centre, low, high, _interval_name(n)))

@@ -13,7 +13,7 @@ from moe_rl.analysis.statistics import MIN_SEEDS_FOR_INTERVAL, summarise
 class Rate:
     """A fraction of samples or problems, and its interval.
 
-    `interval` says which: the 95 % percentile bootstrap that draws whole problems, or the range of the
+    `interval` says which: the 95 % bootstrap that draws whole problems, or the range of the
     problems where there are fewer than five.
     """
 

@@ -12,6 +12,7 @@ from moe_rl.analysis.statistics import (
     proportion,
     summarise,
     summarise_columns,
+    tail_percent,
 )
 
 
@@ -21,11 +22,16 @@ def test_fewer_than_five_seeds_give_a_range_and_no_confidence_interval() -> None
     assert found.interval == "min–max of the seeds"
 
 
-def test_five_seeds_give_the_percentile_bootstrap() -> None:
+def test_five_seeds_give_the_expanded_percentile_bootstrap() -> None:
     values = [0.1, 0.5, 0.6, 0.7, 0.9, 0.2]
     found = summarise(values)
     expected = bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=100_000, rng=np.random.default_rng(7)
+        (values,),
+        np.mean,
+        method="percentile",
+        confidence_level=1 - 2 * tail_percent(6) / 100,
+        n_resamples=100_000,
+        rng=np.random.default_rng(7),
     ).confidence_interval
     assert found.interval == "95 % bootstrap interval"
     assert found.mean == pytest.approx(0.5)
@@ -34,6 +40,20 @@ def test_five_seeds_give_the_percentile_bootstrap() -> None:
         pytest.approx(expected.high, abs=0.012),
     )
     assert summarise(values) == found  # seeded
+
+
+def test_percentiles_of_few_seeds_are_expanded() -> None:
+    # t quantile of 0.975, 7 degrees of freedom: 2.3646; times sqrt(8/7): 2.5279 normal standard deviations
+    assert tail_percent(8) == pytest.approx(0.574, abs=5e-4)
+    assert tail_percent(5) == pytest.approx(0.0954, abs=5e-4)
+    assert tail_percent(100_000) == pytest.approx(2.5, abs=1e-3)
+
+
+def test_intervals_of_eight_normal_seeds_hold_the_mean_as_often_as_they_say() -> None:
+    samples_NC = np.random.default_rng(5).standard_normal((8, 2_000))
+    found = summarise_columns(samples_NC)
+    held = ((found["low"] <= 0) & (found["high"] >= 0)).mean()
+    assert held == pytest.approx(0.945, abs=0.015)  # percentiles 2.5 and 97.5: 0.89
 
 
 def test_interquartile_mean_drops_the_outer_quarters() -> None:
@@ -70,7 +90,9 @@ def test_a_column_has_the_interval_it_has_alone() -> None:
     frame = summarise_columns(values)
     for column in range(4):
         alone = summarise(values[:, column])
-        assert (frame["low"][column], frame["high"][column]) == (alone.low, alone.high)
+        # one product of all columns may round otherwise than that of one
+        bounds = [frame["low"][column], frame["high"][column]]
+        assert bounds == pytest.approx([alone.low, alone.high], rel=1e-12)
 
 
 def test_paired_difference_uses_shared_seeds_only() -> None:
@@ -90,7 +112,7 @@ def test_iqm_columns_against_resampling_one_by_one() -> None:
     assert found["iqm"][0] == pytest.approx((0.3 + 0.4 + 0.5 + 0.7) / 4)
     assert found["iqm"][1] == pytest.approx((0.2 + 0.3 + 0.4) / 3)
     resampled = trim_mean(np.random.default_rng(3).choice(values, (50_000, 8)), 0.25, axis=1)
-    low, high = np.percentile(resampled, [2.5, 97.5])
+    low, high = np.percentile(resampled, [tail_percent(8), 100 - tail_percent(8)])
     assert (found["low"][0], found["high"][0]) == (
         pytest.approx(low, abs=0.006),
         pytest.approx(high, abs=0.006),

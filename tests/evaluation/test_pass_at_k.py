@@ -45,7 +45,7 @@ def test_the_interval_is_that_of_whole_problems():
     """30 problems, half of them always solved: the mean's standard error is sqrt(.25 / 30) = 0.0913, however
     many samples each has; that of 960 independent samples would be 0.016."""
     rate = mean_pass_at_1([32, 0] * 15, [32] * 30)
-    half_width = 1.96 * (0.25 / 30) ** 0.5
+    half_width = 2.0452 * (0.25 / 29) ** 0.5  # t of 29 degrees of freedom
     assert rate.low == pytest.approx(0.5 - half_width, abs=0.02)
     assert rate.high == pytest.approx(0.5 + half_width, abs=0.02)
 
