@@ -165,10 +165,15 @@ def differing(settings: Collection[dict[str, str]]) -> list[str]:
     return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
 
 
-def flatten(config: dict[str, Any]) -> dict[str, str]:
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """A configuration by dotted keys, without what may differ between runs of one arm."""
-    frame = pd.json_normalize(config)
-    return {str(key): str(frame[key].iloc[0]) for key in frame if key not in NOT_COMPARED}
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif prefix + key not in NOT_COMPARED:
+            flat[prefix + key] = str(value)
+    return flat
 
 
 def _load(run: Run, arm: str) -> Member:

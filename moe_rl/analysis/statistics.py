@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -67,10 +68,15 @@ def _mean_and_bounds(values_NC: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     mean = np.where(smallest == largest, smallest, values_NC.mean(axis=0))
     if n < MIN_SEEDS_FOR_INTERVAL:
         return mean, smallest, largest
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     tail = tail_percent(n)
-    low, high = np.percentile(counts @ values_NC / n, [tail, 100 - tail], axis=0)
+    low, high = np.percentile(_resamples(n) @ values_NC / n, [tail, 100 - tail], axis=0)
     return mean, np.clip(low, smallest, mean), np.clip(high, mean, largest)
+
+
+@lru_cache(maxsize=8)
+def _resamples(n: int) -> np.ndarray:
+    """How often each resample holds each of n seeds, [RESAMPLES, n]; the same for every curve and row."""
+    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 def tail_percent(n: int) -> float:
@@ -124,14 +130,18 @@ def iqm_columns(values_NC: np.ndarray) -> pd.DataFrame:
 
 
 def _resampled_iqm(sorted_N: np.ndarray) -> np.ndarray:
-    """The IQM of every resample of ascending numbers, from how often it holds each of them."""
+    """The IQM of every resample of ascending numbers."""
     n = len(sorted_N)
-    cut = n // 4
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    upto = np.cumsum(counts, axis=1).clip(cut, n - cut)  # places kept, up to and with each number
-    weights = np.diff(upto, axis=1, prepend=cut)
-    resampled: np.ndarray = weights @ sorted_N / (n - 2 * cut)
+    resampled: np.ndarray = _places_kept(n) @ sorted_N / (n - 2 * (n // 4))
     return resampled
+
+
+@lru_cache(maxsize=8)
+def _places_kept(n: int) -> np.ndarray:
+    """How often each of n ascending numbers is in the middle half of each resample, [RESAMPLES, n]."""
+    cut = n // 4
+    upto = np.cumsum(_resamples(n), axis=1).clip(cut, n - cut)  # places kept, up to and with each number
+    return np.diff(upto, axis=1, prepend=cut)
 
 
 @dataclass(frozen=True)
