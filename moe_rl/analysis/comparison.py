@@ -9,7 +9,7 @@ import pandas as pd
 
 from moe_rl.analysis.collapse import FRACTION, PATIENCE, WINDOW, Collapse, detect_collapse
 from moe_rl.analysis.readable import require_readable
-from moe_rl.store import Run
+from moe_rl.store import Run, dotted
 
 ARM_ORDER = ("grpo", "grpo+replay", "gspo")
 RULE = {"window": WINDOW, "fraction": FRACTION, "patience": PATIENCE}
@@ -165,15 +165,11 @@ def differing(settings: Collection[dict[str, str]]) -> list[str]:
     return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """A configuration by dotted keys, without what may differ between runs of one arm."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif prefix + key not in NOT_COMPARED:
-            flat[prefix + key] = str(value)
-    return flat
+def flatten(config: dict[str, Any]) -> dict[str, str]:
+    """A configuration by dotted keys, without what may differ between runs of one arm and empty sections."""
+    return {
+        key: str(value) for key, value in dotted(config).items() if key not in NOT_COMPARED and value != {}
+    }
 
 
 def _load(run: Run, arm: str) -> Member:

@@ -14,6 +14,7 @@ from moe_rl.analysis.statistics import (
     MIN_SEEDS_FOR_INTERVAL,
     PairedTest,
     Summary,
+    differences,
     holm,
     paired_difference,
     paired_test,
@@ -89,8 +90,7 @@ def lifetimes(runs: Iterable[CompactRun]) -> Lifetimes:
 
 def gains(arm: Iterable[CompactRun], minus: Iterable[CompactRun], measure: Measure) -> dict[int, float]:
     """The measure of one arm minus that of another, by the seeds that both have."""
-    values, baseline = by_seed(arm, measure), by_seed(minus, measure)
-    return {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
+    return differences(by_seed(arm, measure), by_seed(minus, measure))
 
 
 @dataclass(frozen=True)

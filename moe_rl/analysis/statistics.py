@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -69,11 +68,13 @@ def _mean_and_bounds(values_NC: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     if n < MIN_SEEDS_FOR_INTERVAL:
         return mean, smallest, largest
     tail = tail_percent(n)
-    low, high = np.percentile(_resamples(n) @ values_NC / n, [tail, 100 - tail], axis=0)
+    sums_RC = np.zeros((RESAMPLES, values_NC.shape[1]))
+    for count_R, value_C in zip(_resamples(n).T, values_NC, strict=True):
+        sums_RC += count_R[:, None] * value_C  # not a matrix product: that rounds by the number of columns
+    low, high = np.percentile(sums_RC / n, [tail, 100 - tail], axis=0)
     return mean, np.clip(low, smallest, mean), np.clip(high, mean, largest)
 
 
-@lru_cache(maxsize=8)
 def _resamples(n: int) -> np.ndarray:
     """How often each resample holds each of n seeds, [RESAMPLES, n]; the same for every curve and row."""
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
@@ -99,8 +100,12 @@ def _interval_name(n: int) -> str:
 
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
     """Summary of value minus baseline over the seeds that both have."""
-    shared = sorted(values.keys() & baseline.keys())
-    return summarise([values[seed] - baseline[seed] for seed in shared])
+    return summarise(list(differences(values, baseline).values()))
+
+
+def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, float]:
+    """Value minus baseline by seed, of the seeds that both have, in their order."""
+    return {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
 
 
 def iqm(values_N: np.ndarray) -> float:
@@ -130,18 +135,13 @@ def iqm_columns(values_NC: np.ndarray) -> pd.DataFrame:
 
 
 def _resampled_iqm(sorted_N: np.ndarray) -> np.ndarray:
-    """The IQM of every resample of ascending numbers."""
+    """The IQM of every resample of ascending numbers, from how often it holds each of them."""
     n = len(sorted_N)
-    resampled: np.ndarray = _places_kept(n) @ sorted_N / (n - 2 * (n // 4))
-    return resampled
-
-
-@lru_cache(maxsize=8)
-def _places_kept(n: int) -> np.ndarray:
-    """How often each of n ascending numbers is in the middle half of each resample, [RESAMPLES, n]."""
     cut = n // 4
     upto = np.cumsum(_resamples(n), axis=1).clip(cut, n - cut)  # places kept, up to and with each number
-    return np.diff(upto, axis=1, prepend=cut)
+    weights = np.diff(upto, axis=1, prepend=cut)
+    resampled: np.ndarray = weights @ sorted_N / (n - 2 * cut)
+    return resampled
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,16 @@ class PairedTest:
 
 def paired_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest:
     """Test of value minus baseline over the seeds that both have, finite differences only."""
-    shared = sorted(values.keys() & baseline.keys())
-    differences = np.array([values[seed] - baseline[seed] for seed in shared], dtype=float)
-    differences = differences[np.isfinite(differences)]
-    n = len(differences)
+    paired = np.array(list(differences(values, baseline).values()), dtype=float)
+    paired = paired[np.isfinite(paired)]
+    n = len(paired)
     if n < 2:
         return PairedTest(n, float("nan"), f"no test of {n} pair{'s' * (n != 1)}")
-    if not differences.any():
+    if not paired.any():
         return PairedTest(n, 1.0, "every pair is equal")
     exact = n <= 13
     found = permutation_test(
-        (differences,),
+        (paired,),
         lambda sample, axis: np.mean(sample, axis=axis),
         permutation_type="samples",
         vectorized=True,

@@ -23,13 +23,14 @@ from moe_rl.store.environment import environment
 from moe_rl.store.files import StoreError, write_atomic
 from moe_rl.store.reader import Run, find_runs
 from moe_rl.store.whole import whole_directory
-from moe_rl.store.writer import RunStore
+from moe_rl.store.writer import RunStore, dotted
 
 __all__ = [
     "Checkpoint",
     "Run",
     "RunStore",
     "StoreError",
+    "dotted",
     "environment",
     "find_runs",
     "whole_directory",

@@ -253,7 +253,7 @@ def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_same(stored: dict[str, Any], given: dict[str, Any], file: Path) -> None:
-    old, new = _flatten(stored), _flatten(given)
+    old, new = dotted(stored), dotted(given)
     keys = [key for key in {**old, **new} if old.get(key, "absent") != new.get(key, "absent")]
     if keys:
         lines = [
@@ -265,11 +265,12 @@ def _require_same(stored: dict[str, Any], given: dict[str, Any], file: Path) -> 
         )
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted keys; an empty section is a value."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(dotted(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
