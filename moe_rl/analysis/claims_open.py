@@ -50,6 +50,19 @@ TOPOLOGY = (
     "model.config.num_experts_per_tok",
     "optim.aux_loss_coef",
 )
+# How people say a value of a setting; without a line here it is `key=value`.
+SAID = {
+    "arm": "{}",
+    "model.name": "{}",
+    "model.config.num_experts": "{} experts",
+    "model.config.num_experts_per_tok": "top-{}",
+    "optim.aux_loss_coef": "auxiliary loss × {}",
+    "rollout.sampler_dtype": "sampler in {}",
+    "rollout.ahead": "{} tokens a step older",
+    "rollout.recompute=True": "π_old recomputed",
+    "rollout.recompute=False": "π_old from the sampler",
+    "advantages_by": "advantages by {}",
+}
 
 
 @dataclass(frozen=True)
@@ -85,10 +98,15 @@ def cells_of(runs: Runs, context: Sequence[str]) -> dict[str, list[CompactRun]]:
     varying = [name for name in context if len({str(setting(run, name)) for run in runs}) > 1]
     cells: dict[str, list[CompactRun]] = defaultdict(list)
     for run in runs:
-        values = {name: str(setting(run, name)) for name in varying}
-        words = ", ".join(value if name == "arm" else f"{name}={value}" for name, value in values.items())
-        cells[words].append(run)
+        values = {name: setting(run, name) for name in varying}
+        cells[", ".join(said(name, value) for name, value in values.items() if value is not None)].append(run)
     return cells
+
+
+def said(key: str, value: Any) -> str:
+    """A value of a setting in words, for people: "top-2", "π_old recomputed"."""
+    exact = f"{key}={value}"
+    return SAID.get(exact, SAID.get(key, exact)).format(value)
 
 
 def compared(
@@ -252,7 +270,7 @@ def against_dense(suite: str, runs: Runs) -> Iterator[Statement]:
         name: {arm: [run for run in group if run.arm == arm] for arm in ("grpo", "gspo")}
         for name, group in cells_of(runs, ("model.name",)).items()
     }
-    moe = cells.pop("model.name=tiny", None)
+    moe = cells.pop("tiny", None)
     if moe is None:
         return
     behind_it = {name: ids(*moe.values(), *dense.values()) for name, dense in cells.items()}

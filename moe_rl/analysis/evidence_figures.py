@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from moe_rl.analysis.claims_open import TOPOLOGY, contrasts
+from moe_rl.analysis.claims_open import TOPOLOGY, contrasts, said
 from moe_rl.analysis.claims_warning import SUITE, warning_figure
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
@@ -231,9 +231,9 @@ def forest_of(key: str, base: object, context: Sequence[str]) -> Callable[[Runs]
 
     def draw(runs: Runs) -> Figure | None:
         found = contrasts(runs, key, base, context, final_reward)
-        names = [f"{contrast.words + ': ' if contrast.words else ''}{contrast.value}" for contrast in found]
+        names = [", ".join(filter(None, (one.words, said(key, one.value)))) for one in found]
         rows = [contrast.difference.summary for contrast in found]
-        return _forest(names, rows, f"final reward less that at {key}={base}") if found else None
+        return _forest(names, rows, f"final reward less that with {said(key, base)}") if found else None
 
     return draw
 

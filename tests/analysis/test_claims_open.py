@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_rl.analysis.claims import statements
-from moe_rl.analysis.claims_open import cells_of, contrasts, growth
+from moe_rl.analysis.claims_open import cells_of, contrasts, growth, said
 from moe_rl.analysis.evidence import final_reward
 from moe_rl.analysis.evidence_figures import draw_all
 
@@ -34,6 +34,19 @@ def test_contrasts_hold_the_context_fixed():
     assert (found["grpo"].value, found["grpo"].base, len(found["grpo"].runs)) == (6, 0, 6)
     assert contrasts(runs, "rollout.ahead", 3, ("arm",), final_reward) == []
     assert {name: len(group) for name, group in cells_of(runs, ("arm",)).items()} == {"grpo": 6, "gspo": 6}
+
+
+def test_settings_are_said_as_people_say_them():
+    assert said("rollout.recompute", False) == "π_old from the sampler"
+    assert said("model.config.num_experts_per_tok", 4) == "top-4"
+    assert said("objective.aggregation", "token-mean") == "objective.aggregation=token-mean"
+    runs = [made("x", "grpo", seed, level(0.4), model__name="dense", model__config=None) for seed in SEEDS]
+    runs += [
+        made("x", "grpo", seed, level(0.4), model__name="tiny", model__config={"num_experts": 16})
+        for seed in SEEDS
+    ]
+    cells = cells_of(runs, ("model.name", "model.config.num_experts"))
+    assert {name: len(group) for name, group in cells.items()} == {"dense": 8, "tiny, 16 experts": 8}
 
 
 def test_skipping_the_pass_by_arm():
@@ -126,15 +139,15 @@ def test_models_are_compared_within_themselves():
         for name, gain in (("tiny", 0.2), ("dense", 0.0)):
             runs.append(made("dense_control", "grpo", seed, level(0.4), collapse=5, model__name=name))
             runs.append(made("dense_control", "gspo", seed, level(0.4 + gain), model__name=name))
-    assert "+0.2" in row(runs, "model.name=tiny: final reward, arm=gspo − grpo").measured
-    assert "+0 (" in row(runs, "model.name=dense: final reward, arm=gspo − grpo").measured
+    assert "+0.2" in row(runs, "tiny: final reward, arm=gspo − grpo").measured
+    assert "+0 (" in row(runs, "dense: final reward, arm=gspo − grpo").measured
     figure = draw_all(runs)["dense_control_arms"]
-    assert figure.axes[0].get_xlabel() == "final reward less that at arm=grpo"
+    assert figure.axes[0].get_xlabel() == "final reward less that with grpo"
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["model.name=tiny: gspo (n = 8)", "model.name=dense: gspo (n = 8)"]
+    assert names == ["tiny, gspo (n = 8)", "dense, gspo (n = 8)"]
     lost = [s for s in statements(runs) if "collapsed" in s.measured and "drift" in s.claim]
-    more, rank = row(runs, "on the MoE (+0.2) − on model.name=dense"), row(runs, "grpo on the MoE and on")
+    more, rank = row(runs, "on the MoE (+0.2) − on dense"), row(runs, "grpo on the MoE and on")
     assert "(+0): +0.2 (p = 0.008: they differ)" in more.measured
     assert "8 of 8 against 8 of 8 collapsed (no test: every run collapsed at the same step)" in rank.measured
     assert len(lost) == 2 and all("8 of 8 collapsed" in s.measured for s in lost)
-    assert lost[0].measured.startswith("model.name=tiny: 1 % of experts changed by a first update")
+    assert lost[0].measured.startswith("tiny: 1 % of experts changed by a first update")
