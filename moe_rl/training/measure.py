@@ -94,7 +94,8 @@ def response_metrics(groups: Groups) -> dict[str, float]:
 
 def sampler_metrics(learner: Learner, groups: Groups, old: OldPolicy) -> dict[str, float]:
     """How far the trainer's π_old is from the sampler, where the trainer's forward was run; under partial
-    rollout also on the tokens of older weights and on the others, and the share of the first."""
+    rollout also on the tokens of older weights and on the others, where there are any, and the share of the
+    first."""
     batch = groups.batch
     found: dict[str, float] = {}
     if old.trainer_logp_BT is not None:
@@ -104,7 +105,7 @@ def sampler_metrics(learner: Learner, groups: Groups, old: OldPolicy) -> dict[st
         older_BT = on_BT & (batch.version_BT < groups.version)
         found["rollout/older_tokens"] = older_BT.sum().item() / max(on_BT.sum().item(), 1)
         for name, part_BT in (("older", older_BT), ("current", on_BT & ~older_BT)):
-            if old.trainer_logp_BT is not None:
+            if old.trainer_logp_BT is not None and part_BT.any():
                 of_part = mismatch_metrics(old.trainer_logp_BT, batch.sampler_logp_BT, part_BT)
                 for metric in ("mismatch/kl_k3", "mismatch/logp_abs_diff_mean"):
                     found[f"{metric}_{name}"] = of_part[metric]

@@ -1,6 +1,7 @@
 """`rollout.ahead`: responses that two versions of the weights have drawn."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,7 @@ def test_what_the_loop_logs_of_two_versions(tmp_path, fresh, run, config):
     steps = run(tmp_path / "on", fresh(), config(steps=3, drift_every=0, rollout=ROLLOUT)).steps()
     assert steps["rollout/older_tokens"][0] == 0.0, "nothing was sampled before the first step"
     assert steps["rollout/older_tokens"][1:].between(0.5, 0.9).all()  # three tokens of up to six
+    assert math.isnan(steps["mismatch/kl_k3_older"].iloc[0])  # a first step has no older tokens
     assert (steps["mismatch/kl_k3_older"][1:] > 1e-4).all()  # the updates of a step
     assert steps["mismatch/kl_k3_current"].abs().max() < 1e-8  # rounding
     # recomputed, the first ratio is 1 all the same; with the samplers' own it has the older weights in it
