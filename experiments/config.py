@@ -114,6 +114,8 @@ def train_config(cfg: DictConfig) -> Config:
     """The checked options as the dataclass that the loop takes."""
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, Config)
+    for part in (config.model, config.cold_start):
+        part.seed = config.seed if part.seed is None else part.seed
     if config.dry_run:  # which its callback takes away there
         raise ValueError("dry_run=true is an option of experiments.train")
     config.check()

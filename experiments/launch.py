@@ -8,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,8 @@ def start(
         return {}
     whole = run_config(cfg)
     temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
-    identity = {key: whole[key] for key in ("model", "task", "cold_start", "device", "threads")}
+    identity = {key: whole[key] for key in ("task", "device", "threads")}
+    identity |= {"model": asdict(config.model), "cold_start": asdict(config.cold_start)}  # seeds as numbers
     identity |= {"rollout": [temperature, max_new_tokens], "content": content, "versions": versions()}
     guarded = GuardedTask(task, config.rollout.grading_timeout)
     warm = cold_start(

@@ -34,6 +34,7 @@ def load_policy(path: str, *, device: str, trust_remote_code: bool = False) -> L
         raise StoreError(f"{folder} has neither a final model nor a checkpoint yet")
     tensors = load_checkpoint(saved[-1][1]).model()
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), run.config["model"]))  # type: ignore[assignment]
+    config.seed = config.seed or 0  # any: its weights are replaced
     lm = load_model(config, get_task(**run.config["task"]).default_tokenizer, device)
     restore_model(
         lm.model, {name.removeprefix(POLICY): t for name, t in tensors.items() if name.startswith(POLICY)}

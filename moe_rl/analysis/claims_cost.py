@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_rl.analysis.claims_noise import Group, by_settings, over_seeds
-from moe_rl.analysis.evidence import Statement, shown_range
-from moe_rl.analysis.measured_files import Measured
+from moe_rl.analysis.evidence import Statement, ids, shown_range
+from moe_rl.analysis.measured_files import Group, Measured, by_settings, over_seeds, places_of
 from moe_rl.analysis.statistics import Summary
 
 CLAIM, SOURCE = "Routing Replay costs memory and communication", "§5.3"
@@ -25,8 +24,7 @@ def cost_statements(measured: Sequence[Measured]) -> list[Statement]:
 
 def lengths_of(group: Group) -> list[int]:
     """The lengths that every one of them measured, in tokens."""
-    found = [set(one.values("cost", "replay", "step/ratio").index) for one in group]
-    return sorted(set.intersection(*found)) if found else []
+    return places_of(group, "cost", "replay", "step/ratio")
 
 
 def at_length(group: Group, subject: str, metric: str, length: int) -> Summary:
@@ -60,7 +58,7 @@ def time(words: str, group: Group) -> Iterator[Statement]:
         f"{', '.join(map(str, lengths))} tokens; {'; '.join(said)}; without: {plain:.3g} ms at {longest}",
         shown_range(last.low, last.high, last.n) + f" times (R2 at {longest})",
         f"{len(group)} seeds",
-        tuple(one.id for one in group),
+        ids(group),
         headline=True,
     )
 
@@ -92,5 +90,5 @@ def memory(words: str, group: Group) -> Iterator[Statement]:
         f"with R2 {more.mean:+.2g} MiB of {plain:.3g}",
         shown_range(more.low, more.high, more.n, signed=True) + " MiB",
         f"{len(group)} seeds",
-        tuple(one.id for one in group),
+        ids(group),
     )

@@ -1,19 +1,19 @@
-"""Statements on noise: variance against length, clip fractions by length, the sampler's error, gradients."""
+"""Statements on noise: of ratios against length, of the sampler in clip units, of gradients."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 
-from moe_rl.analysis.comparison import differing, flatten, setting
-from moe_rl.analysis.evidence import Statement, says, shown_p, shown_range
-from moe_rl.analysis.measured_files import Measured
-from moe_rl.analysis.statistics import Summary, holm, paired_difference, paired_test, summarise
+from moe_rl.analysis.comparison import ARM_ORDER, setting
+from moe_rl.analysis.evidence import Difference, Statement, Tested, ids, shown_range, tested
+from moe_rl.analysis.measured_files import Group, Measured, by_settings, over_seeds, places_of
+from moe_rl.analysis.statistics import Summary, paired_difference, paired_test, summarise
 
-Group = Sequence[Measured]
+GRADIENTS = "no claim: gradient noise of token-level and sequence-level objectives"
+AMPLIFIES = "clipping amplifies the noise of token ratios"
 RATIOS = {"update": "log π_θ/π_old", "sampler": "log π_old/μ"}
 
 
@@ -22,25 +22,9 @@ def noise_statements(measured: Sequence[Measured]) -> list[Statement]:
     return [
         statement
         for words, group in by_settings(measured).items()
-        for section in (length, clipping, precision, gradients)
+        for section in (length, outside, precision, gradients, clipping)
         for statement in section(words, group)
     ]
-
-
-def by_settings(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """The measurements of each configuration, named by the settings in which they differ."""
-    flats = {one.id: flatten(one.config) for one in measured}
-    keys = differing(list(flats.values()))
-    groups: dict[str, list[Measured]] = defaultdict(list)
-    for one in measured:
-        words = ", ".join(f"{key}={flats[one.id].get(key, 'absent')}" for key in keys)
-        groups[f"{words}: " if words else ""].append(one)
-    return groups
-
-
-def over_seeds(group: Group, measure: Callable[[Measured], float]) -> Summary:
-    """Mean and interval of one number a seed."""
-    return summarise([measure(one) for one in group])
 
 
 def exponent(variance: pd.Series) -> float:
@@ -52,9 +36,8 @@ def exponent(variance: pd.Series) -> float:
 
 
 def lengths_of(group: Group) -> list[int]:
-    """The lengths that every one of them measured."""
-    found = [set(one.values("length", "update", "inflation").index) for one in group]
-    return sorted(set.intersection(*found)) if found else []
+    """The lengths that every one of them measured, in tokens."""
+    return places_of(group, "length", "update", "inflation")
 
 
 def length(words: str, group: Group) -> Iterator[Statement]:
@@ -85,13 +68,13 @@ def length(words: str, group: Group) -> Iterator[Statement]:
             f"GRPO's range, {100 * at(subject, 'product/not_float32'):.2g} % float32's",
             f"{shown_range(inflation.low, inflation.high, inflation.n)} times independent",
             _seeds(group, lengths),
-            tuple(one.id for one in group),
+            ids(group),
             headline=True,
         )
 
 
-def clipping(words: str, group: Group) -> Iterator[Statement]:
-    """Clip fractions of one update, by length."""
+def outside(words: str, group: Group) -> Iterator[Statement]:
+    """Shares of tokens and responses outside the clip ranges after one update, by length."""
     lengths = lengths_of(group)
     if not lengths:
         return
@@ -104,7 +87,7 @@ def clipping(words: str, group: Group) -> Iterator[Statement]:
 
     tokens, responses = shares("grpo/token_outside"), shares("gspo/sequence_outside")
     yield Statement(
-        "clipping amplifies the noise of token ratios",
+        "no claim: outside the clip ranges by response length",
         "§3",
         group[0].suite,
         f"{words}after an update, outside the paper's ranges at {lengths[0]} and {lengths[-1]} tokens: "
@@ -112,7 +95,7 @@ def clipping(words: str, group: Group) -> Iterator[Statement]:
         f"{100 * responses[0].mean:.3g} and {100 * responses[1].mean:.3g} % of responses (GSPO)",
         shown_range(responses[1].low, responses[1].high, responses[1].n) + " of the longest responses",
         _seeds(group, lengths),
-        tuple(one.id for one in group),
+        ids(group),
         headline=True,
     )
 
@@ -125,14 +108,14 @@ def precision(words: str, group: Group) -> Iterator[Statement]:
     def mean(metric: str, of: str = subject) -> float:
         return over_seeds(group, lambda one: one.value("clip_units", of, metric)).mean
 
-    outside = over_seeds(group, lambda one: one.value("clip_units", subject, "gspo/sequence_outside"))
-    if not outside.n:
+    beyond = over_seeds(group, lambda one: one.value("clip_units", subject, "gspo/sequence_outside"))
+    if not beyond.n:
         return
     said = (
         f"{words}{dtype} sampler with KV cache against a float32 trainer, rollouts of "
         f"{setting(group[0], 'rollout.max_new_tokens')} tokens at most: the log-ratio of a token is "
         f"{mean('grpo/token'):.2g} GRPO ranges off ({100 * mean('grpo/token_outside'):.2g} % outside), of a "
-        f"response {mean('gspo/sequence'):.2g} GSPO ranges off ({100 * outside.mean:.3g} % outside)"
+        f"response {mean('gspo/sequence'):.2g} GSPO ranges off ({100 * beyond.mean:.3g} % outside)"
     )
     if lengths:
         units, share = (
@@ -150,41 +133,54 @@ def precision(words: str, group: Group) -> Iterator[Statement]:
         "§5.4",
         group[0].suite,
         said,
-        shown_range(outside.low, outside.high, outside.n) + " of responses outside",
+        shown_range(beyond.low, beyond.high, beyond.n) + " of responses outside",
         f"{len(group)} seeds",
-        tuple(one.id for one in group),
+        ids(group),
         headline=True,
     )
 
 
 def gradients(words: str, group: Group) -> Iterator[Statement]:
     """How alike the gradients of mini-batches are, of each objective at the same policies."""
-    arms = [arm for arm in ("grpo", "grpo+replay", "gspo") if _cosines(group, arm)]
-    if not arms:
-        return
-    said = []
+    arms = [arm for arm in ARM_ORDER if _cosines(group, arm)]
     for arm in arms:
         cosine = summarise(list(_cosines(group, arm).values()))
-        scale = over_seeds(group, lambda one: one.value("gradients", arm, "noise_scale"))  # noqa: B023
-        known = f", of {scale.n} seeds" * (scale.n < cosine.n)  # none where noise hides the gradient
-        said.append(f"{arm} {cosine.mean:.3g} (noise scale {scale.mean:.3g} mini-batches{known})")
-    others = arms[1:] if arms[0] == "grpo" else []
-    tests = [paired_test(_cosines(group, arm), _cosines(group, "grpo")) for arm in others]
-    gaps = [paired_difference(_cosines(group, arm), _cosines(group, "grpo")) for arm in others]
-    for arm, gap, p, test in zip(others, gaps, holm([test.p for test in tests]), tests, strict=True):
-        note = f"; {test.note}" if test.note else ""
-        said.append(f"{arm} − grpo {gap.mean:+.2g} ({shown_p(p)}{note}: {says(p)})")
-    last = gaps[-1] if gaps else summarise([])
-    yield Statement(
-        "no claim: gradient noise of token-level and sequence-level objectives",
-        "§3",
-        group[0].suite,
-        f"{words}mean cosine of the gradients of two mini-batches: " + ", ".join(said),
-        f"{arms[-1]} − grpo {shown_range(last.low, last.high, last.n, signed=True)}" if gaps else "none",
-        f"{len(group)} seeds",
-        tuple(one.id for one in group),
-        headline=True,
-    )
+        signal, noise = (
+            over_seeds(group, lambda one: one.value("gradients", arm, name)).mean  # noqa: B023
+            for name in ("signal", "noise")
+        )
+        scale = (
+            f"noise scale {noise / signal:.3g} mini-batches" if signal > 0 else "nothing shared to be seen"
+        )
+        yield Statement(
+            GRADIENTS,
+            "§3",
+            group[0].suite,
+            f"{words}{arm}: mean cosine of the gradients of two mini-batches {cosine.mean:.3g} ({scale})",
+            shown_range(cosine.low, cosine.high, cosine.n),
+            f"{cosine.n} seeds",
+            ids(group),
+        )
+    yield from _less_alike(GRADIENTS, words, group, [(arm, "grpo") for arm in arms if arm != "grpo"])
+
+
+def clipping(words: str, group: Group) -> Iterator[Statement]:
+    """Whether clipping makes the gradients of mini-batches less alike than they are without it."""
+    pairs = [(arm, f"{arm} unclipped") for arm in ("grpo", "gspo")]
+    yield from _less_alike(AMPLIFIES, words, group, pairs)
+
+
+def _less_alike(
+    claim: str, words: str, group: Group, pairs: Sequence[tuple[str, str]]
+) -> Iterator[Statement]:
+    rows = []
+    for arm, minus in pairs:
+        pair = _cosines(group, arm), _cosines(group, minus)
+        if all(pair):
+            difference = Difference(arm, minus, paired_difference(*pair), paired_test(*pair))
+            said = f"{words}mean cosine of the gradients of two mini-batches, {arm} − {minus}:"
+            rows.append(Tested(claim, "§3", said, difference, ids(group), headline=True))
+    yield from tested(group[0].suite, rows)
 
 
 def _cosines(group: Group, arm: str) -> dict[int, float]:

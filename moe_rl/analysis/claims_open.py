@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rl.analysis.comparison import setting
+from moe_rl.analysis.comparison import said, setting
 from moe_rl.analysis.evidence import (
     Difference,
     Measure,
@@ -50,19 +50,6 @@ TOPOLOGY = (
     "model.config.num_experts_per_tok",
     "optim.aux_loss_coef",
 )
-# How people say a value of a setting; without a line here it is `key=value`.
-SAID = {
-    "arm": "{}",
-    "model.name": "{}",
-    "model.config.num_experts": "{} experts",
-    "model.config.num_experts_per_tok": "top-{}",
-    "optim.aux_loss_coef": "auxiliary loss × {}",
-    "rollout.sampler_dtype": "sampler in {}",
-    "rollout.ahead": "{} tokens a step older",
-    "rollout.recompute=True": "π_old recomputed",
-    "rollout.recompute=False": "π_old from the sampler",
-    "advantages_by": "advantages by {}",
-}
 
 
 @dataclass(frozen=True)
@@ -101,12 +88,6 @@ def cells_of(runs: Runs, context: Sequence[str]) -> dict[str, list[CompactRun]]:
         values = {name: setting(run, name) for name in varying}
         cells[", ".join(said(name, value) for name, value in values.items() if value is not None)].append(run)
     return cells
-
-
-def said(key: str, value: Any) -> str:
-    """A value of a setting in words, for people: "top-2", "π_old recomputed"."""
-    exact = f"{key}={value}"
-    return SAID.get(exact, SAID.get(key, exact)).format(value)
 
 
 def compared(

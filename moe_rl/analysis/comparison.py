@@ -1,7 +1,7 @@
 """Which runs may be averaged: same experiment, model, task and configuration, different seed."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,19 @@ from moe_rl.store import Run, dotted
 
 ARM_ORDER = ("grpo", "grpo+replay", "gspo")
 RULE = {"window": WINDOW, "fraction": FRACTION, "patience": PATIENCE}
+# How people say a value of a setting; without a line here it is `key=value`.
+SAID = {
+    "arm": "{}",
+    "model.name": "{}",
+    "model.config.num_experts": "{} experts",
+    "model.config.num_experts_per_tok": "top-{}",
+    "optim.aux_loss_coef": "auxiliary loss × {}",
+    "rollout.sampler_dtype": "sampler in {}",
+    "rollout.ahead": "{} tokens a step older",
+    "rollout.recompute=True": "π_old recomputed",
+    "rollout.recompute=False": "π_old from the sampler",
+    "advantages_by": "advantages by {}",
+}
 # what may differ between runs of one arm without making them another arm
 NOT_COMPARED = ("seed", "device", "threads", "checkpoint_every")
 
@@ -151,12 +164,29 @@ def arm_labels(runs: Sequence[Run], ignore: Collection[str] = ()) -> dict[Run, s
     labels = {}
     for arm in {run.arm for run in runs}:
         same = [run for run in runs if run.arm == arm]
-        flat = {run: flatten(run.config) for run in same}
-        keys = [key for key in differing(flat.values()) if key not in ignore]
-        for run in same:
-            settings = [f"{key}={flat[run].get(key, 'absent')}" for key in keys]
-            labels[run] = f"{arm} ({', '.join(settings)})" if settings else arm
+        for run, settings in zip(same, told_apart([run.config for run in same], ignore), strict=True):
+            labels[run] = f"{arm} ({settings})" if settings else arm
     return labels
+
+
+def told_apart(configs: Sequence[Mapping[str, Any]], ignore: Collection[str] = ()) -> list[str]:
+    """For each configuration its values of the settings in which not all agree, in words; "" if all agree.
+
+    ignore: dotted keys that make no difference.
+    """
+    flats = [flatten(config) for config in configs]
+    keys = [key for key in differing(flats) if key not in ignore]
+    return [
+        ", ".join(said(key, flat[key]) if key in flat else f"{key}=absent" for key in keys) for flat in flats
+    ]
+
+
+def said(key: str, value: Any) -> str:
+    """A value of a setting in words, for people: "top-2", "π_old recomputed"."""
+    exact = f"{key}={value}"
+    if exact in SAID:
+        return SAID[exact]
+    return SAID[key].format(value) if key in SAID else exact
 
 
 def differing(settings: Collection[dict[str, str]]) -> list[str]:
@@ -165,7 +195,7 @@ def differing(settings: Collection[dict[str, str]]) -> list[str]:
     return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
 
 
-def flatten(config: dict[str, Any]) -> dict[str, str]:
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """A configuration by dotted keys, without what may differ between runs of one arm and empty sections."""
     return {
         key: str(value) for key, value in dotted(config).items() if key not in NOT_COMPARED and value != {}

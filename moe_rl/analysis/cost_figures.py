@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moe_rl.analysis.claims_cost import KINDS, at_length, lengths_of
-from moe_rl.analysis.claims_noise import Group, by_settings
-from moe_rl.analysis.measured_files import Measured
-from moe_rl.analysis.plots import PALETTE, Panel, dress
+from moe_rl.analysis.measured_files import Group, Measured, by_settings
+from moe_rl.analysis.plots import PALETTE, Panel, band, dress
 
 LABELS = {"none": "no replay", "replay": "+ replay (R2)", "rollout_replay": "+ rollout replay (R3)"}
 COLORS = dict(zip(LABELS, PALETTE, strict=False))
@@ -59,8 +58,4 @@ def against_length(words: str, group: Group) -> Figure:
 def _line(ax: Axes, group: Group, subject: str, metric: str) -> None:
     lengths = lengths_of(group)
     found = [at_length(group, subject, metric, n) for n in lengths]
-    color = COLORS[subject]
-    ax.plot(lengths, [s.mean for s in found], color=color, marker="o", markersize=3, label=LABELS[subject])
-    ax.fill_between(
-        lengths, [s.low for s in found], [s.high for s in found], color=color, alpha=0.14, linewidth=0
-    )
+    band(ax, lengths, found, COLORS[subject], LABELS[subject])

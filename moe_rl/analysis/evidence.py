@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_rl.analysis.comparison import differing, flatten
-from moe_rl.analysis.run_files import UNCLIPPED, CompactRun
+from moe_rl.analysis.comparison import told_apart
+from moe_rl.analysis.run_files import UNCLIPPED, CompactRun, Named
 from moe_rl.analysis.statistics import (
     MIN_SEEDS_FOR_INTERVAL,
     PairedTest,
@@ -70,10 +70,7 @@ def arms_of(runs: Sequence[CompactRun]) -> Arms:
     arms: Arms = {}
     for arm in dict.fromkeys(run.arm for run in runs):
         same = [run for run in runs if run.arm == arm]
-        flats = [flatten(run.config) for run in same]
-        keys = differing(flats)
-        for run, flat in zip(same, flats, strict=True):
-            settings = ", ".join(f"{key}={flat.get(key, 'absent')}" for key in keys)
+        for run, settings in zip(same, told_apart([run.config for run in same]), strict=True):
             arms.setdefault(f"{arm} ({settings})" if settings else arm, []).append(run)
     return arms
 
@@ -173,8 +170,8 @@ def limit(row: Difference, family: int = 1) -> str:
     return ""
 
 
-def ids(*groups: Iterable[CompactRun]) -> tuple[str, ...]:
-    """Names of the runs behind a statement."""
+def ids(*groups: Iterable[Named]) -> tuple[str, ...]:
+    """Names of the runs, or measurements, behind a statement."""
     return tuple(run.id for group in groups for run in group)
 
 

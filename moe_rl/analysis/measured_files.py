@@ -1,4 +1,4 @@
-"""One small file per finished measurement of noise, as `run_files` has one per run of training.
+"""One small file per finished measurement of noise or cost, as `run_files` has one per run of training.
 
 A file is `<folder>/<suite>/<arm>-<config hash>-seed<n>.csv`: a first line `# {...}` with everything that
 names the measurement, then the rows of all its tables, the name of the table in front
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.analysis.comparison import told_apart
 from moe_rl.analysis.run_files import Named, config_hash
+from moe_rl.analysis.statistics import Summary, summarise
 from moe_rl.store import Run, StoreError, write_atomic
 from moe_rl.store.files import writing
 
@@ -39,8 +42,11 @@ class Measured(Named):
         return float(self.values(table, subject, metric).get(at, float("nan")))
 
 
+Group = Sequence[Measured]  # of one configuration
+
+
 def compact_measured(run: Run, suite: str) -> Measured | None:
-    """The compact form of a run directory of `experiments.measure_noise`; None for one that is not done."""
+    """The compact form of a run directory of a measurement; None for one that is not done."""
     files = sorted((run.path / "tables").glob("*.csv"))
     if run.status != "done" or not files:
         return None
@@ -91,3 +97,22 @@ def read_measured(folder: Path) -> list[Measured]:
             raise StoreError(f"{path} is no table of a measurement: {reason}") from error
         found.append(measured)
     return sorted(found, key=lambda one: (one.suite, one.header["config_hash"], one.seed))
+
+
+def by_settings(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """The measurements of each configuration, named by the settings in which they differ."""
+    groups: dict[str, list[Measured]] = defaultdict(list)
+    for one, words in zip(measured, told_apart([one.config for one in measured]), strict=True):
+        groups[f"{words}: " if words else ""].append(one)
+    return groups
+
+
+def over_seeds(group: Group, measure: Callable[[Measured], float]) -> Summary:
+    """Mean and interval of one number a seed."""
+    return summarise([measure(one) for one in group])
+
+
+def places_of(group: Group, table: str, subject: str, metric: str) -> list[int]:
+    """The values of `at` at which every one of them measured a metric, in order."""
+    found = [set(one.values(table, subject, metric).index) for one in group]
+    return sorted(set.intersection(*found)) if found else []

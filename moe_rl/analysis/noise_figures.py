@@ -8,12 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moe_rl.analysis.claims_noise import RATIOS, by_settings, lengths_of, over_seeds
-from moe_rl.analysis.measured_files import Measured
-from moe_rl.analysis.plots import PALETTE, Panel, dress
-from moe_rl.analysis.statistics import Summary, summarise
+from moe_rl.analysis.claims_noise import RATIOS, lengths_of
+from moe_rl.analysis.measured_files import Group, Measured, by_settings, over_seeds
+from moe_rl.analysis.plots import PALETTE, Panel, band, dress
+from moe_rl.analysis.statistics import summarise
 
-Group = Sequence[Measured]
 COLORS = dict(zip(RATIOS, PALETTE, strict=False))
 
 
@@ -63,22 +62,20 @@ def against_length(group: Group) -> Figure:
 
 def _line(ax: Axes, group: Group, subject: str, metric: str, color: str, dash: str, label: str) -> None:
     lengths = lengths_of(group)
-    found: list[Summary] = [
+    found = [
         over_seeds(group, lambda one: one.value("length", subject, metric, n))  # noqa: B023
         for n in lengths
     ]
-    ax.plot(lengths, [s.mean for s in found], dash, color=color, marker="o", markersize=3, label=label)
-    ax.fill_between(
-        lengths, [s.low for s in found], [s.high for s in found], color=color, alpha=0.14, linewidth=0
-    )
+    band(ax, lengths, found, color, label, dash)
 
 
 def of_gradients(group: Group) -> Figure:
     """Mean cosine of two mini-batch gradients by objective, the seeds as dots."""
-    figure = Figure(figsize=(6.0, 3.8))
+    figure = Figure(figsize=(7.4, 3.8))
     ax = figure.subplots()
     dress(ax, Panel("cosine of two mini-batches' gradients", "mean cosine", pd.DataFrame(), xlabel=""))
-    arms = [arm for arm in ("grpo", "grpo+replay", "gspo") if group[0].value("gradients", arm, "norm") > 0]
+    known = dict.fromkeys(group[0].rows.query("table == 'gradients'")["subject"])
+    arms = [arm for arm in known if group[0].value("gradients", arm, "norm") > 0]
     for place, arm in enumerate(arms):
         values = [one.value("gradients", arm, "cosine_pairs") for one in group]
         found = summarise(values)

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rl.analysis.comparison import ARM_ORDER
 from moe_rl.analysis.curves import bands
+from moe_rl.analysis.statistics import Summary
 
 # Okabe and Ito's colours, which stay apart under the common colour blindnesses; yellow is too light for lines
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -165,6 +166,14 @@ def _log_axis(ax: Axes, panel: Panel) -> None:
             fontsize=8.5,
         )
         ax.set_ylim(bottom=floor / 2)
+
+
+def band(
+    ax: Axes, x: Sequence[float], found: Sequence[Summary], color: str, label: str, dash: str = "-"
+) -> None:
+    """Means as a line with points, their intervals as a band."""
+    ax.plot(x, [s.mean for s in found], dash, color=color, marker="o", markersize=3, label=label)
+    ax.fill_between(x, [s.low for s in found], [s.high for s in found], color=color, alpha=0.14, linewidth=0)
 
 
 def legend(figure: Figure, panels: Sequence[Panel], look: Mapping[str, Look]) -> None:

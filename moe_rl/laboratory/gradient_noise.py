@@ -1,4 +1,4 @@
-"""How alike the gradients of mini-batches are: their cosines, and the gradient noise scale."""
+"""How alike the gradients of mini-batches are: their cosines, their shared part and its noise."""
 
 from __future__ import annotations
 
@@ -20,35 +20,42 @@ Routing = Native | Forced
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Of N mini-batch gradients g_i, those that are not 0.
+    """Of N mini-batch gradients g_i.
 
     n               how many they are
     cosine_pairs    mean cosine of two different ones
     cosine_full     mean cosine of g_i and the mean of all, in which it has a part of 1/N itself
     cosine_rest     mean cosine of g_i and the mean of the others
-    noise_scale     tr Σ / |G|², in mini-batches: how many must be averaged before noise and signal are equal
-                    (B_simple of arXiv 1812.06162). Both are unbiased: |G|² is the mean product of two
-                    different ones, tr Σ the mean square less that. NaN where |G|² comes out at 0 or below:
-                    the noise leaves no signal to be seen in so few.
+    signal          |G|², of the gradient that all mini-batches share: the mean product of two different ones.
+                    Unbiased, so that noise can make it negative.
+    noise           tr Σ, the variance of one mini-batch's gradient: the mean square less `signal`. Unbiased.
     norm            root of the mean square of |g_i|
+
+    tr Σ / |G|² is the noise scale in mini-batches: how many must be averaged before noise and signal are
+    equal (B_simple of arXiv 1812.06162). It is made of means of both over seeds, since a mean of ratios is
+    ruled by the smallest denominator.
     """
 
     n: int
     cosine_pairs: float
     cosine_full: float
     cosine_rest: float
-    noise_scale: float
+    signal: float
+    noise: float
     norm: float
 
 
-def gradient_noise(gradients_ND: Tensor) -> GradientNoise:
-    """Compare N gradients of D parameters. Raises ValueError with fewer than two that are not 0."""
-    gradients_ND = gradients_ND[gradients_ND.norm(dim=1) > 0].double()
-    n = len(gradients_ND)
-    if n < 2:
+def inner_products(gradients_ND: Tensor) -> Tensor:
+    """g_i · g_j [N, N], float64: all that noise is computed from."""
+    gradients_ND = gradients_ND.double()
+    return gradients_ND @ gradients_ND.T
+
+
+def gradient_noise(dot_NN: Tensor) -> GradientNoise:
+    """Compare N gradients by their `inner_products`. Raises ValueError for fewer than two, or one of 0."""
+    n, square_N = len(dot_NN), dot_NN.diagonal()
+    if n < 2 or not bool((square_N > 0).all()):
         raise ValueError(f"expected at least two gradients that are not 0 to compare, got {n}")
-    dot_NN = gradients_ND @ gradients_ND.T
-    square_N = dot_NN.diagonal()
     norm_N = square_N.sqrt()
     apart_NN = ~torch.eye(n, dtype=torch.bool)
     cosine_NN = dot_NN / (norm_N[:, None] * norm_N)
@@ -56,13 +63,13 @@ def gradient_noise(gradients_ND: Tensor) -> GradientNoise:
     rest_N = full_N - square_N
     rest_norm_N = (dot_NN.sum() - 2 * full_N + square_N).clamp(min=0).sqrt()
     signal = dot_NN[apart_NN].mean()
-    noise = square_N.mean() - signal
     return GradientNoise(
         n,
         cosine_pairs=float(cosine_NN[apart_NN].mean()),
         cosine_full=float((full_N / (norm_N * dot_NN.sum().clamp(min=0).sqrt())).mean()),
         cosine_rest=float((rest_N / (norm_N * rest_norm_N)).mean()),
-        noise_scale=float(noise / signal) if signal > 0 else float("nan"),
+        signal=float(signal),
+        noise=float(square_N.mean() - signal),
         norm=float(square_N.mean().sqrt()),
     )
 

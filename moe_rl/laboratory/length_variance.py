@@ -22,9 +22,7 @@ from moe_rl.laboratory.sums import ResponseSums
 FLOAT32 = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
 
 
-def length_sums(
-    log_ratio_BN: Tensor, lengths: Sequence[int], groups_B: Tensor | None = None
-) -> dict[str, ResponseSums]:
+def length_sums(log_ratio_BN: Tensor, lengths: Sequence[int]) -> dict[str, ResponseSums]:
     """By metric, a column for each length n: the first n tokens of every response.
 
     log_ratio_BN: log-ratios of B responses of N tokens, nats. Raises ValueError for fewer than two responses
@@ -48,19 +46,18 @@ def length_sums(
         )
     columns: dict[str, list[ResponseSums]] = {}
     for n in lengths:
-        for metric, sums in _of_length(log_ratio_BN[:, :n].cpu().double(), groups_B).items():
+        for metric, sums in _of_length(log_ratio_BN[:, :n].cpu().double()).items():
             columns.setdefault(metric, []).append(sums)
     return {
         metric: ResponseSums(
             torch.cat([part.sums_BC for part in parts], dim=1),
             torch.cat([part.counts_BC for part in parts], dim=1),
-            groups_B,
         )
         for metric, parts in columns.items()
     }
 
 
-def _of_length(token_Bn: Tensor, groups_B: Tensor | None) -> dict[str, ResponseSums]:
+def _of_length(token_Bn: Tensor) -> dict[str, ResponseSums]:
     B, n = token_Bn.shape
     one_B = torch.ones(B, dtype=torch.float64)
     mean_B, sum_B = token_Bn.mean(1), token_Bn.sum(1)
@@ -79,5 +76,5 @@ def _of_length(token_Bn: Tensor, groups_B: Tensor | None) -> dict[str, ResponseS
         "product/outside": (outside_B.double(), one_B),
         "product/not_float32": (unheld_B.double(), one_B),
     }
-    own = {metric: ResponseSums(s[:, None], c[:, None], groups_B) for metric, (s, c) in sums.items()}
-    return own | clip_unit_sums(token_Bn, torch.ones_like(token_Bn), groups_B)
+    own = {metric: ResponseSums(s[:, None], c[:, None]) for metric, (s, c) in sums.items()}
+    return own | clip_unit_sums(token_Bn, torch.ones_like(token_Bn))

@@ -42,16 +42,23 @@ class InRounds:
         return replace(first, later=tuple(later))
 
 
-def posed_rounds(lm: LanguageModel, task: Task, responses: int, length: int) -> tuple[list[Tensor], int]:
+def posed_rounds(
+    lm: LanguageModel, task: Task, responses: int, length: int, seed: int = 0
+) -> tuple[list[Tensor], int]:
     """The ids [B, S] that the environment says in each round, and the tokens A of every answer.
 
-    As many rounds as make `length` response tokens, of held-out problems. Raises ValueError where prompts or
-    answers differ in length, and where the model has not the positions for them.
+    As many rounds as make `length` response tokens, of held-out problems, each seed's its own. Raises
+    ValueError where prompts or answers differ in length, and where the model has not the positions for them,
+    or the problems have turns already.
     """
+    if task.test(0).later:
+        raise ValueError(
+            "long responses are made of rounds of one problem each: a task of several turns has none"
+        )
     answer = len(answer_ids(lm.tokenizer, task.test(0)))
     rounds, lengths, posed = -(-length // answer), {answer}, []
     for index in range(rounds):
-        problems = [task.test(row * rounds + index) for row in range(responses)]
+        problems = [task.test((seed * responses + row) * rounds + index) for row in range(responses)]
         encode = said_ids if index else prompt_ids
         posed.append([encode(lm.tokenizer, problem) for problem in problems])
         lengths |= {len(answer_ids(lm.tokenizer, problem)) for problem in problems}

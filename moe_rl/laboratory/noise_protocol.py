@@ -4,7 +4,7 @@
 of tokens; π_θ is π_old after the first updates on that batch, by the configured objective. Then, in clip
 units of GRPO and GSPO: how far the samplers are from the trainer's π_old, and π_θ is; how the variance of
 both log-ratios goes with length; and how alike the gradients of the remaining mini-batches are, of GRPO, GRPO
-with Routing Replay and GSPO, all at the same π_θ.
+with Routing Replay and GSPO, with and without clipping, all at the same π_θ.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_rl.laboratory.clip_units import clip_unit_sums
-from moe_rl.laboratory.gradient_noise import gradient_noise, minibatch_gradient
+from moe_rl.laboratory.gradient_noise import gradient_noise, inner_products, minibatch_gradient
 from moe_rl.laboratory.length_variance import length_sums
 from moe_rl.laboratory.long_responses import CHUNK, chunked_logp, posed_rounds, sample_long
 from moe_rl.laboratory.rows import COLUMNS, Row, rows_of
@@ -39,8 +40,17 @@ from moe_rl.training.seeds import random_stream
 from moe_rl.training.signal import Signal, learning_signal
 from moe_rl.training.update import gradient_update
 
-# The gradients that are compared: objective, and whether π_old's experts are replayed.
-ARMS = {"grpo": ("grpo", False), "grpo+replay": ("grpo", True), "gspo": ("gspo", False)}
+# What never clips a ratio, which is above 0.
+UNCLIPPED: dict[str, Any] = {"clip_low": 1.0, "clip_high": math.inf}
+# The gradients that are compared: the objective, and whether π_old's experts are replayed.
+ARMS = {
+    "grpo": (get_objective("grpo"), False),
+    "grpo+replay": (get_objective("grpo"), True),
+    "gspo": (get_objective("gspo"), False),
+    "grpo unclipped": (get_objective("grpo", **UNCLIPPED), False),
+    "gspo unclipped": (get_objective("gspo", **UNCLIPPED), False),
+}
+NUMBERS = ("cosine_pairs", "cosine_full", "cosine_rest", "signal", "noise", "norm")
 
 
 @dataclass
@@ -70,6 +80,11 @@ class NoiseOptions:
             raise ValueError(
                 f"optim.minibatches={config.optim.minibatches}: noise.updates={self.updates} of them are "
                 "trained on, and at least 2 must be left to compare their gradients"
+            )
+        if config.precision is not None or config.optim.epochs != 1 or config.optim.aux_loss_coef:
+            raise ValueError(
+                "precision, optim.epochs and optim.aux_loss_coef are options of training: noise is measured "
+                "in the weights' precision, on one pass over a batch, of the objective alone"
             )
         # what training may do beside its plain loop, none of which belongs in this measurement
         for section in ("rollout", "replay", "intervention", "mismatch"):
@@ -125,7 +140,7 @@ def measure_noise(
             "same policies do not take: choose one that needs nothing"
         )
     task = GuardedTask(task, config.rollout.grading_timeout)
-    posed, answer = posed_rounds(lm, task, options.responses, max(options.lengths))
+    posed, answer = posed_rounds(lm, task, options.responses, max(options.lengths), config.seed)
     plan = split(
         config.rollout.prompts * config.rollout.responses, config.optim.minibatches, config.optim.microbatch
     )
@@ -196,21 +211,28 @@ def gradient_rows(
     plan: Plan,
     done: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Rows of the gradient noise of every arm; without those of replay for a dense model."""
-    for arm, (name, replayed) in ARMS.items():
+    """Rows of the gradient noise of every arm, all of the mini-batches in which none of them is 0; without
+    those of replay for a dense model. Raises `ValueError` where fewer than two mini-batches are left."""
+    dots: dict[str, Tensor] = {}
+    for arm, (objective, replayed) in ARMS.items():
         if not replayed or old.trace is not None:
             routing = Forced(old.trace) if replayed and old.trace is not None else Native()
-            objective = get_objective(name)
-            gradients_ND = torch.stack(
-                [
-                    minibatch_gradient(learner, objective, groups.batch, old.logp_BT, routing, signal, one)
-                    for one in plan
-                ]
+            dots[arm] = inner_products(
+                torch.stack(
+                    [
+                        minibatch_gradient(
+                            learner, objective, groups.batch, old.logp_BT, routing, signal, one
+                        )
+                        for one in plan
+                    ]
+                )
             )
-            found = gradient_noise(gradients_ND)
-            for metric in ("cosine_pairs", "cosine_full", "cosine_rest", "noise_scale", "norm"):
-                yield _number(arm, metric, getattr(found, metric), found.n, "mini-batches")
         done(f"gradients of {arm}")
+    kept_N = torch.stack([dot_NN.diagonal() > 0 for dot_NN in dots.values()]).all(0)
+    for arm, dot_NN in dots.items():
+        found = gradient_noise(dot_NN[kept_N][:, kept_N])
+        for metric in NUMBERS:
+            yield _number(arm, metric, getattr(found, metric), found.n, "mini-batches")
 
 
 def unit_rows(

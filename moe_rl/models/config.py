@@ -46,7 +46,8 @@ class ModelConfig:
     # source=config
     architecture: str = "qwen3_moe"  # transformers' model_type
     config: dict[str, Any] = field(default_factory=dict)  # fields of that architecture's config class
-    seed: int = 0  # of the random weights; of the routers and the noise of source=upcycled
+    # of the random weights; of the routers and the noise of source=upcycled; null: the run's own
+    seed: int | None = 0
 
     # source=checkpoint and source=upcycled
     path: str | None = None  # directory, hub name, GGUF file or package:NAME; its own tokenizer is used
@@ -54,6 +55,13 @@ class ModelConfig:
 
     # source=upcycled
     upcycle: UpcycleConfig | None = None
+
+    @property
+    def own_seed(self) -> int:
+        """`seed`, a number. Raises `ValueError` for null, which a run replaces by its seed."""
+        if self.seed is None:
+            raise ValueError("model.seed=null is the seed of a run, and here is none: give a number")
+        return self.seed
 
     def check(self) -> None:
         """Raise `ValueError` for options that contradict each other."""

@@ -65,7 +65,7 @@ def load_model(
         path = checkpoint_directory(str(config.path), cache)
         model, tokenizer = _from_checkpoint(path, dtype, config.trust_remote_code)
         if config.upcycle is not None:
-            model = upcycle(model, config.upcycle, config.seed)
+            model = upcycle(model, config.upcycle, config.own_seed)
     else:
         tokenizer = default_tokenizer()
         model = _from_config(config, tokenizer, dtype)
@@ -139,9 +139,10 @@ def _from_config(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> PreTrainedModel:
     full = architecture_config(config, tokenizer)
+    seed = config.own_seed
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(full, dtype=dtype)
     except (ValueError, TypeError) as error:
         raise ModelError(f"model={config.name} cannot be built: {error}") from error

@@ -119,6 +119,8 @@ def _train(
     """Train until an evaluation reaches the target; the steps it took and the accuracy reached."""
     if config.aux_loss_coef and not has_routers(lm.model):
         raise ColdStartError("cold_start.aux_loss_coef balances the load of experts, and this model has none")
+    if config.seed is None:
+        raise ColdStartError("cold_start.seed=null is the seed of a run, and here is none: give a number")
     lm.model.eval()  # no dropout, as in RL
     tqdm.write(f"cold start: up to {config.steps} steps, to a sampled accuracy of {config.target_accuracy}")
     optimizer = torch.optim.AdamW(

@@ -81,7 +81,9 @@ class ColdStartConfig:
     aux_loss_coef: float = 0.0  # of the load-balancing loss, see `moe_rl.training.balance`; 0: off
     eval_every: int = 25  # steps
     eval_prompts: int = 128
-    seed: int = 0  # of the examples; its own, so that all seeds of RL start from the same model
+    # of the examples; its own, so that all seeds of RL start from the same model; null: the run's seed, and
+    # with model.seed=null every seed of RL has a starting model of its own
+    seed: int | None = 0
 
     def check(self) -> None:
         if not 0 <= self.target_accuracy <= 1:
@@ -190,7 +192,7 @@ class TrainConfig:
                 "advantages_by=turn"
             )
         for name, seed in (("seed", self.seed), ("cold_start.seed", self.cold_start.seed)):
-            if seed < 0:
+            if seed is not None and seed < 0:
                 raise ValueError(f"{name}={seed}: must be at least 0 (it numbers a stretch of the problems)")
         for name, value in (
             ("steps", self.steps),

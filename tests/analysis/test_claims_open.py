@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from moe_rl.analysis.claims import statements
-from moe_rl.analysis.claims_open import cells_of, contrasts, growth, said
+from moe_rl.analysis.claims_open import cells_of, contrasts, growth
+from moe_rl.analysis.comparison import said, told_apart
 from moe_rl.analysis.evidence import final_reward
 from moe_rl.analysis.evidence_figures import draw_all
 
@@ -39,6 +40,10 @@ def test_contrasts_hold_the_context_fixed():
 def test_settings_are_said_as_people_say_them():
     assert said("rollout.recompute", False) == "π_old from the sampler"
     assert said("model.config.num_experts_per_tok", 4) == "top-4"
+    assert told_apart([{"advantages_by": "turn", "steps": 3}, {"advantages_by": "response"}]) == [
+        "advantages by turn, steps=3",
+        "advantages by response, steps=absent",
+    ]
     assert said("objective.aggregation", "token-mean") == "objective.aggregation=token-mean"
     runs = [made("x", "grpo", seed, level(0.4), model__name="dense", model__config=None) for seed in SEEDS]
     runs += [

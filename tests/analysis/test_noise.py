@@ -8,11 +8,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from moe_rl.analysis.claims_noise import by_settings, exponent, noise_statements
+from moe_rl.analysis.claims_noise import exponent, noise_statements
 from moe_rl.analysis.evidence_report import write_evidence
 from moe_rl.analysis.measured_files import (
     COLUMNS,
     Measured,
+    by_settings,
     compact_measured,
     export_measured,
     read_measured,
@@ -57,9 +58,12 @@ def rows(seed: int) -> list[dict[str, Any]]:
         add("clip_units", subject, "grpo/token_outside", size / 10)
         add("clip_units", subject, "gspo/sequence", 400 * size)
         add("clip_units", subject, "gspo/sequence_outside", 0.8 if size == 0.02 else 0.0)
-    for arm, cosine in (("grpo", 0.2), ("grpo+replay", 0.3), ("gspo", 0.2)):
+    for arm, cosine in (
+        ("grpo", 0.2), ("grpo+replay", 0.3), ("gspo", 0.2), ("grpo unclipped", 0.25), ("gspo unclipped", 0.2),
+    ):  # fmt: skip
         add("gradients", arm, "cosine_pairs", cosine + 0.01 * seed)
-        add("gradients", arm, "noise_scale", 4.0)
+        add("gradients", arm, "signal", 0.1 if seed else -0.1)  # of seeds 0 to 5: 0.4/6
+        add("gradients", arm, "noise", 0.4)
         add("gradients", arm, "norm", 1.0)
     return found
 
@@ -123,7 +127,8 @@ def test_exponent() -> None:
 
 
 def test_statements() -> None:
-    update, sampler, clipping, precision, gradients = noise_statements([made(seed) for seed in range(6)])
+    statements = noise_statements([made(seed) for seed in range(6)])
+    update, sampler, outside, precision = statements[:4]
     # means over seeds 0 to 5: σ² 0.0125, inflation 2.25
     assert "log π_θ/π_old at 4096 tokens: variance 6.1e-06 nats² with and 1e+02 without" in update.measured
     assert "2.25 times that of independent tokens" in update.measured
@@ -134,23 +139,32 @@ def test_statements() -> None:
     assert update.interval.startswith("95 %: 2.") and update.n == "6 seeds of 16 responses of 4096 tokens"
     assert "log π_old/μ at 4096 tokens: variance 6.1e-07 nats² with" in sampler.measured
     assert (
-        "at 16 and 4096 tokens: 0.1 and 0.1 % of tokens (GRPO), 100 and 25 % of responses"
-        in clipping.measured
+        "at 16 and 4096 tokens: 0.1 and 0.1 % of tokens (GRPO), 100 and 25 % of responses" in outside.measured
     )
     assert "of a token is 0.02 GRPO ranges off (0.2 % outside)" in precision.measured
     assert "of a response 8 GSPO ranges off (80 % outside); of 4096 tokens 0.16 GSPO" in precision.measured
     assert "the update: 0.2 and 80" in precision.measured and "|" not in precision.measured
-    assert "grpo 0.225 (noise scale 4 mini-batches), grpo+replay 0.325" in gradients.measured
+    said = {s.measured.partition(":")[0] if "scale" in s.measured else s.measured: s for s in statements[4:]}
+    assert said["grpo"].measured.endswith("of two mini-batches 0.225 (noise scale 6 mini-batches)")
+    assert said["grpo"].interval.startswith("95 %: 0.2") and said["grpo+replay"].n == "6 seeds"
+
+    def difference(words: str) -> str:
+        (found,) = [one for one in said if words in one]
+        return found.partition(words)[2]
+
     # 6 equal differences: 2 of 64 sign patterns are as extreme, and Holm doubles it
-    assert "grpo+replay − grpo +0.1 (p = 0.062: not separated)" in gradients.measured
-    assert "gspo − grpo +0 (p = 1.000; every pair is equal: not separated)" in gradients.measured
+    none = "; 6 pairs give no p below 0.0625 among 2 comparisons: not separated)"
+    assert difference("mini-batches, grpo+replay − grpo:") == f" +0.1 (p = 0.062{none}"
+    assert difference("mini-batches, gspo − grpo:").startswith(" +0 (p = 1.000")
+    assert difference("mini-batches, grpo − grpo unclipped:") == f" -0.05 (p = 0.062{none}"
+    assert difference("mini-batches, gspo − gspo unclipped:").startswith(" +0 (p = 1.000")
     assert len(update.runs) == 6 and update.runs[0] == made(0).id
 
 
 def test_configurations_are_kept_apart_and_named() -> None:
     both = [made(0), made(1), made(0, optim={"lr": 1e-4}), made(1, optim={"lr": 1e-4})]
     assert list(by_settings(both)) == ["optim.lr=3e-05: ", "optim.lr=0.0001: "]
-    assert [s.n for s in noise_statements(both) if "mini-batches:" in s.measured] == ["2 seeds"] * 2
+    assert [s.n for s in noise_statements(both) if "(nothing shared" in s.measured] == ["2 seeds"] * 6
     alone = [Measured(one.header, one.rows[one.rows["table"] == "gradients"]) for one in both]
     assert set(noise_figures(alone)) == {"noise_1_gradients", "noise_2_gradients"}
 
@@ -162,8 +176,8 @@ def test_the_report_takes_measurements_without_runs(tmp_path: Path) -> None:
     (folder / f"{one.id.partition('/')[2]}.csv").write_text(
         f"# {json.dumps(one.header)}\n{one.rows.to_csv(index=False)}"
     )
-    assert len(write_evidence(tmp_path, {"noise": "make evidence size=full block=noise"})) == 5
-    assert (tmp_path / "claims.md").read_text().count("`make evidence size=full block=noise`") == 5
+    assert len(write_evidence(tmp_path, {"noise": "make evidence size=full block=noise"})) == 11
+    assert (tmp_path / "claims.md").read_text().count("`make evidence size=full block=noise`") == 11
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
         "noise_length.png", "noise_gradients.png",
     }  # fmt: skip

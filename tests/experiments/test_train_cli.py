@@ -92,6 +92,23 @@ def test_a_sweep_with_a_failing_run(tmp_path, monkeypatch, capfd, launcher):
     assert before == {run.arm: (run.path / "steps.jsonl").read_text() for run in find_runs(tmp_path)}
 
 
+def test_a_starting_model_for_every_seed(tmp_path, monkeypatch):
+    """model.seed=null and cold_start.seed=null are the run's seed, and the seeds are still one arm."""
+
+    def weights(*overrides):
+        arguments = [*overrides, "steps=1", "launcher=basic", f"output={tmp_path}", *SMALL]
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", *arguments])
+        main()
+        return {run.path: run.summary["starting_weights"] for run in find_runs(tmp_path)}
+
+    own = weights("seed=1,2", "model.seed=null", "cold_start.seed=null")
+    assert len({path.parent for path in own}) == 1 and len(set(own.values())) == 2
+    given = weights("seed=0", "model.seed=2", "cold_start.seed=2")
+    (again,) = [given[path] for path in given if path not in own]
+    assert again == next(found for path, found in own.items() if path.name == "seed2")
+    assert len(list((tmp_path / "cold_starts").glob("*/result.json"))) == 2
+
+
 @pytest.mark.slow
 def test_kill_9_and_the_same_command_again(tmp_path):
     whole = train(tmp_path / "whole", "steps=6")

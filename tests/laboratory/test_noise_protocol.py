@@ -74,6 +74,17 @@ def test_the_cold_start_sees_several_problems_in_one_context():
     assert task.train(7) == plain.train(7) and task.reward(plain.test(0), plain.test(0).answer) == 1.0
 
 
+def test_every_seed_has_problems_of_its_own(lm):
+    said = [posed_rounds(lm, ones(), 3, 23, seed)[0] for seed in (0, 1)]
+    problems = [{tuple(row) for of_round in posed for row in of_round.tolist()} for posed in said]
+    assert len(problems[0] & problems[1]) < 3, "of fifteen each, chance may repeat one"
+
+
+def test_tasks_of_several_turns_are_refused(lm):
+    with pytest.raises(ValueError, match="a task of several turns has none"):
+        posed_rounds(lm, get_task("two_turn", min_length=3, max_length=3), 3, 40)
+
+
 def test_problems_of_several_lengths_are_refused(lm):
     with pytest.raises(ValueError, match=r"set task.min_length = task.max_length"):
         posed_rounds(lm, get_task("sort", min_length=3, max_length=5), 3, 40)
@@ -151,7 +162,9 @@ def test_the_tables(measured):
     assert list(dict.fromkeys(gradients["subject"])) == list(ARMS)
     assert (gradients["n"] == 3).all()  # of four mini-batches one was trained on
     cosines = gradients[gradients["metric"].str.startswith("cosine")]["value"]
-    assert cosines.between(-1, 1).all() and len(cosines) == 9
+    assert cosines.between(-1, 1).all() and len(cosines) == 3 * len(ARMS)
+    norms = gradients[gradients["metric"] == "norm"].set_index("subject")["value"]
+    assert norms.nunique() == 5, "five gradients of five kinds"
     assert measured.summary["longest"] == 40
 
 
@@ -169,6 +182,7 @@ def test_the_tables(measured):
             "rollout.sampler_dtype: an option of training",
         ),
         (replace(OPTIONS, lengths=[200]), CONFIG, "max_position_embeddings=128"),
+        (OPTIONS, replace(CONFIG, precision="bfloat16"), "precision, optim.epochs and optim.aux_loss_coef"),
     ],
 )
 def test_what_does_not_go_together_is_refused(lm, options, config, words):
