@@ -4,10 +4,9 @@
     python -m experiments.measure_cost -m experiment=cost seed=0,1,2,3,4
 
 Steps of the training loop without replay, with the old policy's experts (R2) and with the sampler's (R3) take
-turns at every length; nothing else of routing is recorded (`drift_every=0`). Weights are random, every
-response has the full length, half of the rewards are 1. A run directory gets tables/cost.csv; claims and
-figures are made of it by `python -m experiments.evidence` (docs/open_questions.md). One that is done is left
-alone.
+turns at every length; drift is not measured. Weights are random, every response has the full length, half of
+the rewards are 1. A run directory gets tables/cost.csv; claims and figures are made of it by
+`python -m experiments.evidence` (docs/open_questions.md). One that is done is left alone.
 """
 
 from __future__ import annotations

@@ -15,15 +15,8 @@ import numpy as np
 
 from moe_rl.analysis.claims_causes import intervention, rates, recovery, regimes
 from moe_rl.analysis.claims_longer import longer
-from moe_rl.analysis.claims_open import (
-    NEEDS_REPLAY,
-    against_dense,
-    length_growth,
-    models,
-    partial_rollout,
-    recompute,
-    turns,
-)
+from moe_rl.analysis.claims_models import NEEDS_REPLAY, against_dense, models
+from moe_rl.analysis.claims_open import length_growth, partial_rollout, recompute, turns
 from moe_rl.analysis.claims_warning import warning_statements
 from moe_rl.analysis.clip_grid import clip_cells, ratio_by_seed
 from moe_rl.analysis.evidence import (

@@ -41,10 +41,10 @@ def time(words: str, group: Group) -> Iterator[Statement]:
     said = [
         f"{what}: "
         + ", ".join(f"{at_length(group, kind, 'step/ratio', n).mean:.3f}" for n in lengths)
-        + f" (passes at {longest}: old policy "
-        + ", update ".join(
-            f"{at_length(group, kind, f'{phase}/ratio', longest).mean:.2f}"
-            for phase in ("old_policy", "update")
+        + f" (phases by wall clock at {longest}: "
+        + ", ".join(
+            f"{phase.replace('_', ' ')} {at_length(group, kind, f'{phase}/ratio', longest).mean:.2f}"
+            for phase in ("rollout", "old_policy", "update")
         )
         + ")"
         for kind, what in KINDS.items()
@@ -54,7 +54,8 @@ def time(words: str, group: Group) -> Iterator[Statement]:
         CLAIM,
         SOURCE,
         group[0].suite,
-        f"{words}time of a training step over one without replay, responses of "
+        f"{words}CPU time of a training step with replay and the loop's diagnostics of it (native choices "
+        "beside the forced ones; for R3 a native pass too) over one without, responses of "
         f"{', '.join(map(str, lengths))} tokens; {'; '.join(said)}; without: {plain:.3g} ms at {longest}",
         shown_range(last.low, last.high, last.n) + f" times (R2 at {longest})",
         f"{len(group)} seeds",
@@ -70,12 +71,15 @@ def memory(words: str, group: Group) -> Iterator[Statement]:
         return
     longest = lengths[-1]
     plain = at_length(group, "none", "memory/mib", longest).mean
-    more = over_seeds(
-        group,
-        lambda one: (
-            one.value("cost", "replay", "memory/mib", longest)
-            - one.value("cost", "none", "memory/mib", longest)
-        ),
+    r2, r3 = (
+        over_seeds(
+            group,
+            lambda one: (
+                one.value("cost", kind, "memory/mib", longest)  # noqa: B023
+                - one.value("cost", "none", "memory/mib", longest)
+            ),
+        )
+        for kind in KINDS
     )
     held = [
         f"{at_length(group, 'trace', f'bytes/{kind}', longest).mean:.4g} {where} (computed "
@@ -87,8 +91,8 @@ def memory(words: str, group: Group) -> Iterator[Statement]:
         SOURCE,
         group[0].suite,
         f"{words}bytes of a trace per token: {', '.join(held)}; peak memory of a step at {longest} tokens "
-        f"with R2 {more.mean:+.2g} MiB of {plain:.3g}",
-        shown_range(more.low, more.high, more.n, signed=True) + " MiB",
+        f"with R2 {r2.mean:+.2g} MiB, with R3 {r3.mean:+.2g}, of {plain:.3g}",
+        shown_range(r2.low, r2.high, r2.n, signed=True) + " MiB (R2)",
         f"{len(group)} seeds",
         ids(group),
     )

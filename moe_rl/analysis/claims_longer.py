@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from moe_rl.analysis.claims_open import compared, contrasts
+from moe_rl.analysis.contrasts import compared, contrasts
 from moe_rl.analysis.evidence import (
     Difference,
     Statement,

@@ -39,7 +39,10 @@ def in_words(found: EarlyWarning) -> str:
     """What a signal gave, with all that limits it."""
     if not found.collapses and not found.false_alarms.n:
         return f"{found.signal}: no threshold, for want of runs of other seeds without a collapse ahead"
-    said = f"{found.signal}: warned of {found.warned.hits} of {found.collapses} collapses before the decline"
+    said = (
+        f"{found.signal}: warned of {found.warned.hits} of {found.warned.n} collapses before the decline, of "
+        "those that it could have warned of"
+    )
     if found.lead:
         lead, rule = median(found.lead), median(found.lead_rule)
         said += f", median lead {lead.value:g} steps to the decline and {rule.value:g} to the rule's step"
@@ -52,7 +55,7 @@ def in_words(found: EarlyWarning) -> str:
     for count, what in (
         (found.late, "alarms with or after the decline"),
         (found.early, f"alarms more than {HORIZON} steps ahead, counted as false"),
-        (found.too_soon, "declines within the baseline, which nothing could precede"),
+        (found.too_soon, "collapses declined before the signal was first judged"),
         (found.unjudged, "runs without a threshold"),
     ):
         said += f"; {count} {what}" if count else ""
@@ -98,7 +101,10 @@ def warning_figure(runs: Runs) -> Figure | None:
     right.axvline(FALSE_ALARMS, color="#888888", linewidth=0.8, linestyle=":")
     for ax in (middle, right):
         ax.set_xlim(-0.03, 1.03)
-    labels = [f"{found.signal} ({len(found.lead)} alarms, {found.collapses} collapses)" for found in signals]
+    labels = [
+        f"{found.signal} ({len(found.lead)} alarms; could warn of {found.warned.n} of {found.collapses})"
+        for found in signals
+    ]
     left.set_yticks(range(len(signals)), labels, fontsize=8)
     left.invert_yaxis()
     figure.tight_layout()

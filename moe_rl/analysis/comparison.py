@@ -22,9 +22,16 @@ SAID = {
     "optim.aux_loss_coef": "auxiliary loss × {}",
     "rollout.sampler_dtype": "sampler in {}",
     "rollout.ahead": "{} tokens a step older",
+    "rollout.ahead=0": "no token older",
+    "rollout.query_set_steps": "queries replaced every {} steps",
+    "rollout.query_set_steps=None": "the same queries throughout",
     "rollout.recompute=True": "π_old recomputed",
     "rollout.recompute=False": "π_old from the sampler",
     "advantages_by": "advantages by {}",
+    "advantages=paper": "Â normalised in its group",
+    "advantages=mean": "Â without ÷ std",
+    "advantages=none": "Â = reward",
+    "objective.aggregation": "loss by {}",
 }
 # what may differ between runs of one arm without making them another arm
 NOT_COMPARED = ("seed", "device", "threads", "checkpoint_every")

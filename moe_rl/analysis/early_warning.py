@@ -48,10 +48,12 @@ FOLDS = 2  # a seed belongs to fold seed % FOLDS; thresholds for a fold come fro
 
 @dataclass(frozen=True)
 class Signal:
-    """A number a step that grows with danger: `read` makes it of `columns` of a run's steps."""
+    """A number a step that grows with danger: `read` makes it of `columns` of a run's steps. Runs without the
+    setting `of` do not have it: where nothing can be clipped, no clip fraction is 0."""
 
     columns: tuple[str, ...]
     read: Callable[[pd.DataFrame], pd.Series]
+    of: str | None = None
 
 
 def _tail(steps: pd.DataFrame) -> pd.Series:
@@ -64,13 +66,21 @@ SIGNALS: dict[str, Signal] = {
     "drift": Signal(("drift/old",), lambda steps: steps["drift/old"]),
     "router shift": Signal(("router_shift/gamma_mean",), lambda steps: 1 - steps["router_shift/gamma_mean"]),
     "ratio tail": Signal(("ratio/token_min", "ratio/token_max"), _tail),
-    "clip fraction": Signal(("clip_frac/token",), lambda steps: steps["clip_frac/token"]),
+    "clip fraction": Signal(
+        ("clip_frac/token",), lambda steps: steps["clip_frac/token"], "objective.clip_low"
+    ),
     "entropy, falling": Signal(("entropy",), lambda steps: -steps["entropy"]),
     "entropy, rising": Signal(("entropy",), lambda steps: steps["entropy"]),
     "gradient norm": Signal(("grad_norm",), lambda steps: steps["grad_norm"]),
     "KL": Signal(("kl/k3",), lambda steps: steps["kl/k3"]),
     "reward, falling": Signal(("reward/mean",), lambda steps: -steps["reward/mean"]),  # the control
 }
+
+
+def has(run: CompactRun, signal: Signal) -> bool:
+    """Whether the run logged the signal at all."""
+    there = signal.of is None or setting(run, signal.of) is not None
+    return there and len(logged(run.steps, signal)[0]) > 0
 
 
 def logged(steps: pd.DataFrame, signal: Signal) -> tuple[np.ndarray, np.ndarray]:
@@ -125,6 +135,11 @@ class Watched:
         """The excess on steps without a collapse within HORIZON steps: all, or those well before it."""
         return self.excess if self.decline is None else self.excess.loc[: self.decline - HORIZON - 1]
 
+    @property
+    def heard(self) -> bool:
+        """Whether the signal was judged at all before the decline."""
+        return len(self.excess) > 0 and (self.decline is None or int(self.excess.index[0]) < self.decline)
+
     def alarm(self, threshold: float) -> int | None:
         """The first step above the threshold."""
         above = self.excess.index[self.excess > threshold]
@@ -168,15 +183,15 @@ def _exceeded_by(rate: float, values: list[float]) -> float:
 class EarlyWarning:
     """What one signal gave on runs held out.
 
-    collapses    runs that collapsed, and of these, in `warned`, those with an alarm before the decline and at
-                 most HORIZON steps ahead of it
+    warned       of the collapses whose decline came after the signal's first judged step, those with an alarm
+                 before the decline and at most HORIZON steps ahead of it
+    too_soon     the other collapses, before whose decline no alarm could come
     early        collapsed runs whose first alarm came sooner than that: false
     late         those whose first alarm came with the decline or after it
     lead         steps from alarm to decline of warned and late runs, negative where late; lead_rule: to the
                  rule's step
     false_alarms    of the runs without a collapse, those with an alarm
     calm_steps   of the steps more than HORIZON before a decline, the share above the threshold; NaN for none
-    too_soon     collapses whose decline had begun when the baseline ended: no alarm could come before
     unjudged     runs held out without a threshold, no run of the other seeds having a calm step
     """
 
@@ -193,18 +208,16 @@ class EarlyWarning:
 
     @property
     def collapses(self) -> int:
-        return self.warned.n
+        """All of them."""
+        return self.warned.n + self.too_soon
 
 
 def early_warning(name: str, runs: Sequence[CompactRun], rate: float = FALSE_ALARMS) -> EarlyWarning:
     """Judge a signal on runs (`watchable`): every fold by the threshold of the other seeds."""
-    watched = [Watched(run, excess(run.steps, SIGNALS[name]), decline(run)) for run in runs]
-    # a run that ended before any excess is no evidence of calm, but if it collapsed it went unwarned
-    watched = [
-        w
-        for w in watched
-        if len(w.excess) or (w.decline is not None and len(logged(w.run.steps, SIGNALS[name])[0]))
-    ]
+    signal = SIGNALS[name]
+    watched = [Watched(run, excess(run.steps, signal), decline(run)) for run in runs if has(run, signal)]
+    # a run that ended before any excess is no evidence of calm
+    watched = [w for w in watched if len(w.excess) or w.decline is not None]
     alarms: list[tuple[Watched, int | None]] = []
     before: list[bool] = []
     unjudged = 0
@@ -218,17 +231,18 @@ def early_warning(name: str, runs: Sequence[CompactRun], rate: float = FALSE_ALA
         before += [z > level for w in held_out if w.decline is not None for z in w.calm]
     collapsed = [(w.decline, w.run.collapse.step, at) for w, at in alarms if w.decline is not None]
     calm = [at for w, at in alarms if w.decline is None]
+    too_soon = sum(not w.heard for w, _ in alarms if w.decline is not None)
     told = [(d, c or d, at) for d, c, at in collapsed if at is not None and at >= d - HORIZON]
     return EarlyWarning(
         name,
-        warned=proportion(sum(at < d for d, _, at in told), len(collapsed)),
+        warned=proportion(sum(at < d for d, _, at in told), len(collapsed) - too_soon),
         early=sum(at is not None and at < d - HORIZON for d, _, at in collapsed),
         late=sum(at >= d for d, _, at in told),
         lead=tuple(d - at for d, _, at in told),
         lead_rule=tuple(c - at for _, c, at in told),
         false_alarms=proportion(sum(at is not None for at in calm), len(calm)),
         calm_steps=float(np.mean(before)) if before else math.nan,
-        too_soon=sum(d <= BASELINE[1] + 1 for d, _, _ in collapsed),
+        too_soon=too_soon,
         unjudged=unjudged,
     )
 
@@ -237,9 +251,7 @@ def all_signals(runs: Iterable[CompactRun]) -> list[EarlyWarning]:
     """Every signal that the runs logged."""
     kept = watchable(runs)
     return [
-        early_warning(name, kept)
-        for name, signal in SIGNALS.items()
-        if any(len(logged(run.steps, signal)[0]) for run in kept)
+        early_warning(name, kept) for name, signal in SIGNALS.items() if any(has(run, signal) for run in kept)
     ]
 
 

@@ -22,6 +22,7 @@ from moe_rl.analysis.statistics import (
 )
 from moe_rl.analysis.survival import Lifetimes, log_rank
 from moe_rl.analysis.tables import FINAL_SHARE, three_digits
+from moe_rl.store import StoreError
 
 SIGNIFICANT = 0.05
 Measure = Callable[[CompactRun], float]
@@ -76,8 +77,17 @@ def arms_of(runs: Sequence[CompactRun]) -> Arms:
 
 
 def by_seed(runs: Iterable[CompactRun], measure: Measure) -> dict[int, float]:
-    """The measure of each run by its seed."""
-    return {run.seed: measure(run) for run in runs}
+    """The measure of each run by its seed. Raises StoreError for two runs of one seed, of which one would be
+    dropped unseen."""
+    found: dict[int, CompactRun] = {}
+    for run in runs:
+        other = found.setdefault(run.seed, run)
+        if other is not run:
+            raise StoreError(
+                f"{other.id} and {run.id} are both seed {run.seed} of one arm: they differ in a setting that "
+                "is not compared here; remove the tables of one of the two configurations"
+            )
+    return {seed: measure(run) for seed, run in found.items()}
 
 
 def lifetimes(runs: Iterable[CompactRun]) -> Lifetimes:

@@ -11,10 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from moe_rl.analysis.claims_open import TOPOLOGY, contrasts
+from moe_rl.analysis.claims_models import TOPOLOGY
 from moe_rl.analysis.claims_warning import SUITE, warning_figure
 from moe_rl.analysis.clip_grid import clip_cells
 from moe_rl.analysis.comparison import said
+from moe_rl.analysis.contrasts import contrasts
 from moe_rl.analysis.evidence import arms_of, final_greedy, final_reward, lifetimes, mean_of, summary_of
 from moe_rl.analysis.plots import STEP, Look, Panel, dress, legend, looks
 from moe_rl.analysis.recovery import BACK, outcomes

@@ -30,7 +30,7 @@ def cost_rows(seed: int) -> list[dict[str, Any]]:
         for subject, factor, more in sides:
             add(subject, "step/ms", length, factor * ms)
             add(subject, "memory/mib", length, mib + more)
-            for phase in ("step", "old_policy", "update"):
+            for phase in ("step", "rollout", "old_policy", "update"):
                 add(subject, f"{phase}/ratio", length, factor)
         for kind, size in (("memory", 17), ("ordered", 8.2), ("sets", 7.2)):
             add("trace", f"bytes/{kind}", length, size + 0.05)
@@ -58,7 +58,7 @@ def test_ratios_by_length_and_what_is_held():
     )
     assert time.interval.startswith("95 %: ") and time.n == "5 seeds" and len(time.runs) == 5
     assert "17.05 in memory (computed 17), 8.25 in a file (computed 8.2)" in memory.measured
-    assert "R2 +2 MiB of 400" in memory.measured
+    assert "R2 +2 MiB, with R3 +2, of 400" in memory.measured
     assert list(cost_figures(group)) == ["cost"]
 
 

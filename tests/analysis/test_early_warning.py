@@ -175,10 +175,30 @@ def test_runs_that_cannot_be_judged_and_repeats_are_left_out() -> None:
     ]  # fmt: skip
 
 
-def test_a_decline_within_the_baseline_counts_as_missed() -> None:
+def test_a_decline_before_a_signal_is_judged_is_counted_apart() -> None:
     runs = [made(seed, noise(seed)) for seed in range(20)] + [made(100, with_jump(100, 5), falls_at=9)]
     found = early_warning("KL", runs)
-    assert (found.warned.hits, found.warned.n, found.too_soon) == (0, 1, 1)
+    assert (found.warned.hits, found.warned.n, found.too_soon, found.collapses) == (0, 0, 1, 1)
+
+
+def test_a_signal_of_every_fifth_step_is_first_judged_at_the_fifteenth() -> None:
+    def drifting(seed: int, **more: Any) -> CompactRun:
+        run = made(seed, noise(seed), **more)
+        run.table["drift/old"] = run.table["kl/k3"].where(run.table["step"] % 5 == 0)
+        return run
+
+    runs = [drifting(seed) for seed in range(20)] + [drifting(seed, falls_at=14) for seed in (100, 101)]
+    assert early_warning("drift", runs).too_soon == 2 and early_warning("KL", runs).too_soon == 0
+
+
+def test_where_nothing_can_be_clipped_there_is_no_clip_fraction() -> None:
+    runs = [made(seed, noise(seed)) for seed in range(20)]
+    for run in runs:
+        run.table["clip_frac/token"] = run.table["kl/k3"]
+    assert [found.signal for found in all_signals(runs)] == ["KL", "reward, falling"]
+    for run in runs:
+        run.config["objective"] = {"clip_low": 0.2}
+    assert "clip fraction" in [found.signal for found in all_signals(runs)]
 
 
 def test_median() -> None:
@@ -206,5 +226,5 @@ def test_statements_and_figure() -> None:
     figure = warning_figure(runs)
     assert figure is not None
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "KL (6 alarms, 6 collapses)", "reward, falling (6 alarms, 6 collapses)",
+        "KL (6 alarms; could warn of 6 of 6)", "reward, falling (6 alarms; could warn of 6 of 6)",
     ]  # fmt: skip

@@ -306,8 +306,9 @@ def test_longer_training() -> None:
             )  # fmt: skip
     measured = [s.measured for s in statements(runs) if s.suite == "fig1_longer"]
     assert [words.partition(" (p")[0] for words in measured[-2:]] == [
-        "gspo: greedy accuracy at the end, rollout.query_set_steps=20 − None: +0.1",
-        "rollout.query_set_steps=20: greedy accuracy at the end, arm=gspo − grpo: +0.2",
+        "gspo: greedy accuracy at the end, queries replaced every 20 steps − the same queries throughout: "
+        "+0.1",
+        "queries replaced every 20 steps: greedy accuracy at the end, gspo − grpo: +0.2",
     ]
 
 

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments.benchmarks.stepper import Stepper
 from experiments.measure_cost import main
 from moe_rl.store import find_runs
 
@@ -16,7 +17,16 @@ SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=32", "tas
 @pytest.mark.slow
 def test_tables_of_both_kinds_of_replay_and_measured_bytes_are_the_computed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["x", *SMALL, "cost.lengths=[64,8]", f"output={tmp_path}"])
+    replayed, advance = [], Stepper.advance
+
+    def watched(loop):
+        record = advance(loop)
+        replayed.append("replay/overridden" in record)
+        return record
+
+    monkeypatch.setattr(Stepper, "advance", watched)
     main()
+    assert sum(replayed) == 2 * (len(replayed) - sum(replayed)) > 0, "two of three kinds of step replay"
     (run,) = find_runs(tmp_path)
     table = pd.read_csv(run.path / "tables" / "cost.csv").set_index(["subject", "metric", "at"])["value"]
     for subject in ("none", "replay", "rollout_replay"):
