@@ -1,7 +1,7 @@
 """Which runs may be averaged: same experiment, model, task and configuration, different seed."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,7 +176,7 @@ def arm_labels(runs: Sequence[Run], ignore: Collection[str] = ()) -> dict[Run, s
     return labels
 
 
-def told_apart(configs: Sequence[Mapping[str, Any]], ignore: Collection[str] = ()) -> list[str]:
+def told_apart(configs: Sequence[dict[str, Any]], ignore: Collection[str] = ()) -> list[str]:
     """For each configuration its values of the settings in which not all agree, in words; "" if all agree.
 
     ignore: dotted keys that make no difference.
@@ -202,7 +202,7 @@ def differing(settings: Collection[dict[str, str]]) -> list[str]:
     return [key for key in keys if len({flat.get(key) for flat in settings}) > 1]
 
 
-def flatten(config: Mapping[str, Any]) -> dict[str, str]:
+def flatten(config: dict[str, Any]) -> dict[str, str]:
     """A configuration by dotted keys, without what may differ between runs of one arm and empty sections."""
     return {
         key: str(value) for key, value in dotted(config).items() if key not in NOT_COMPARED and value != {}
