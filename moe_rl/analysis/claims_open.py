@@ -23,6 +23,7 @@ from moe_rl.analysis.tables import FINAL_SHARE
 
 Runs = Sequence[CompactRun]
 SKIPS = "sequence likelihoods tolerate what two engines differ by, so that the recompute may be skipped"
+ALIGNS = "replay of the sampler's experts (R3) brings sampler and trainer closer together"
 PARTIAL = "skipping the recompute helps in partial rollouts"
 SPANS = "no claim: what responses of two policy versions cost"
 TURNS = "GSPO-token serves responses whose tokens have advantages of their own, as in multi-turn RL"
@@ -35,6 +36,11 @@ def recompute(suite: str, runs: Runs) -> Iterator[Statement]:
     rewards = contrasts(runs, key, True, context, final_reward)
     yield from compared(suite, SKIPS, "§5.4", "final reward", key, rewards, headline=True)
     yield from gspo_apart(suite, SKIPS, key, rewards)
+    redone = [run for run in runs if setting(run, key)]
+    differ = contrasts(redone, "arm", "grpo", ("rollout.sampler_dtype",), mean_of("mismatch/kl_k3"))
+    rolled = [contrast for contrast in differ if contrast.value == "grpo+rollout_replay"]
+    what = "KL(μ‖π_old) per token, nats"
+    yield from compared(suite, ALIGNS, "2510.11370", what, "arm", rolled, headline=True)
     for words, cell in cells_of(runs, context).items():
         shares = [
             summary_of([run for run in cell if setting(run, key) == redo], share_of_pass)

@@ -69,7 +69,11 @@ def test_skipping_the_pass_by_arm():
                 run = columns(run, time__total=1.0 if redo else 0.8, time__old_policy=0.25 * redo)
                 every_fifth = run.table["step"] % 5 == 0  # measures drift, and runs the pass for that
                 run.table["drift/old"] = np.where(every_fifth, 0.01, np.nan)
-                runs.append(columns(run, time__total=run.table["time/total"] + every_fifth))
+                runs.append(
+                    columns(run, time__total=run.table["time/total"] + every_fifth, mismatch__kl_k3=0.005)
+                )
+        run = made("recompute", "grpo+rollout_replay", seed, level(0.5), rollout__recompute=True)
+        runs.append(columns(run, mismatch__kl_k3=0.001))
     lost = row(runs, "grpo: final reward, π_old from the sampler − π_old recomputed: -0.2")
     # 8 pairs of one sign: 2 of 256 sign patterns, times 2 comparisons
     assert "p = 0.016" in lost.measured and "they differ" in lost.measured and lost.n == "8 pairs"
@@ -77,6 +81,8 @@ def test_skipping_the_pass_by_arm():
     # all that GSPO's differences are above GRPO's is seen in every pair: 2 of 256 patterns, one comparison
     less = row(runs, "gspo (+0) − grpo (-0.2): +0.2")
     assert "(p = 0.008: they differ)" in less.measured and len(less.runs) == 32
+    closer = row(runs, "KL(μ‖π_old) per token, nats, grpo+rollout_replay − grpo: -0.004")
+    assert "(p = 0.008: they differ)" in closer.measured and len(closer.runs) == 16
     saved = row(
         runs, "grpo: the old-policy pass takes 25 % of a step where it is run, 0 % where it is skipped"
     )
