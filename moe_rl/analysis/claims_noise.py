@@ -64,7 +64,7 @@ def length(words: str, group: Group) -> Iterator[Statement]:
             f"and {at(subject, 'product/variance'):.2g} without length normalisation, {inflation.mean:.3g} "
             f"times that of independent tokens; from {lengths[0]} tokens on they go as n^{slopes[0]:.2f} and "
             f"n^{slopes[1]:.2f} (independent: −1 and 1); mean log s {at(subject, 'sequence/mean'):.2g}, "
-            f"which no length averages out; {100 * at(subject, 'product/outside'):.2g} % of products leave "
+            f"which no length averages out; {100 * at(subject, 'product/outside'):.3g} % of products leave "
             f"GRPO's range, {100 * at(subject, 'product/not_float32'):.2g} % float32's",
             f"{shown_range(inflation.low, inflation.high, inflation.n)} times independent",
             _seeds(group, lengths),
