@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from experiments.config import arm_name, build_objective, build_task, register, run_id, train_config
+from experiments.cost_config import register_cost
 from experiments.drift_config import register_drift
 from experiments.launch import CONF
 from experiments.noise_config import register_noise
@@ -20,13 +21,17 @@ NEEDS = {  # what a group's file leaves to the user
     "experiment/recovery": ["model.path=checkpoint"],
     "experiment/qwen3_30b_a3b": ["task.path=problems.jsonl", "device=cpu"],
 }
-OTHERS = {"experiment/noise": "measure_noise"}  # commands with options of their own
+OTHERS = {  # commands with options of their own
+    "experiment/noise": "measure_noise",
+    "experiment/cost": "measure_cost",
+}
 
 
 def composed(*overrides, config="config"):
     register()
     register_drift()
     register_noise()
+    register_cost()
     with initialize_config_dir(CONF, version_base="1.3"):
         return compose(config, overrides=list(overrides))
 
